@@ -1,0 +1,38 @@
+# The one list of commands, used by people and by .ci/run. Every target sets up .venv when it is missing or stale.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: quickstart test test-slow lint format bench clean
+
+quickstart: .venv/ready          ## build a small model, stream a long file through it, show what the memory did
+	$(BIN)/python examples/quickstart.py
+
+test: .venv/ready                ## the tests
+	$(BIN)/python -m pytest
+
+test-slow: .venv/ready           ## the long tests too
+	$(BIN)/python -m pytest -m "slow or not slow" --durations=15
+
+lint: .venv/ready                ## style and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: .venv/ready              ## put the code into style
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: .venv/peers               ## the memory on this CPU, beside titans-pytorch
+	$(BIN)/python benchmarks/cpu_memory.py
+
+.venv/ready: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+.venv/peers: .venv/ready constraints.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt titans-pytorch==0.5.5
+	touch $@
+
+clean:
+	rm -rf .venv dist build out

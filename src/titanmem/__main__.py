@@ -1,0 +1,7 @@
+"""`python -m titanmem`."""
+
+import sys
+
+from titanmem.cli import main
+
+sys.exit(main())

@@ -1,0 +1,135 @@
+"""What all blocks share: x + mix(norm(x)), then x + swiglu(norm(x)).
+
+A block's `mix` is the paper's figure. Blocks hold parameters only: `start` gives the state before the first token,
+computed once from the parameters (persistent tokens included) and shared by all rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import silu
+
+from titanmem.config import Config, require
+from titanmem.layers.mlp import SwiGLU
+from titanmem.layers.neural_memory import MemoryConfig, NeuralMemory, Probe
+from titanmem.layers.norm import RMSNorm
+from titanmem.ops.layout import WHOLE, Layout
+from titanmem.state import MemoryState, State, WindowState
+
+
+@dataclass(frozen=True)
+class BlockConfig(Config):
+    """Everything a block needs to know."""
+
+    dim: int
+    num_heads: int
+    mlp_width: int
+    memory: MemoryConfig
+    window_len: int | None = 2048  # MAG and MAL; None: full attention
+    attention_window: int | None = None  # the plain attention block
+    segment_len: int = 512  # MAC
+    memory_tokens: int | None = None  # MAC: None is one per token, a number is that many from learned queries
+    num_persistent: int = 128
+    persistent_memory: bool = True  # the memory reads the persistent tokens before the first token
+    rope_base: float = 10_000.0
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        require(self.segment_len >= 1, f"segment_len must be at least 1, got {self.segment_len}")
+        require(self.num_persistent >= 0, f"num_persistent must not be negative, got {self.num_persistent}")
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a call asks of every block."""
+
+    layout: Layout = WHOLE
+    learn: bool = True
+    probe: bool = False
+
+
+class Combine(nn.Module):
+    """a ⊗ b = RMSNorm(a) ∘ silu(RMSNorm(b)), projected: the gate of MAC and MAG."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.norm_a, self.norm_b = RMSNorm(dim), RMSNorm(dim)
+        self.out = nn.Linear(dim, dim, bias=False)
+
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        return self.out(self.norm_a(a) * silu(self.norm_b(b)))
+
+
+class Block(nn.Module):
+    """x, state = block(x, state)."""
+
+    def __init__(self, config: BlockConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.norm = RMSNorm(config.dim)
+        self.mlp_norm = RMSNorm(config.dim)
+        self.mlp = SwiGLU(config.dim, config.mlp_width)
+        self.persistent: nn.Parameter | None = None
+        if self.uses_persistent(config):
+            self.persistent = nn.Parameter(torch.randn(config.num_persistent, config.dim) * 0.02)
+
+    @staticmethod
+    def uses_persistent(config: BlockConfig) -> bool:
+        """Whether this block has persistent tokens."""
+        return config.num_persistent > 0
+
+    def prefix(self) -> Tensor | None:
+        """The persistent tokens as the block's layers see them, [P, dim]."""
+        return None if self.persistent is None else self.norm(self.persistent)
+
+    def start(self, batch: int) -> State:
+        """The state before the first token."""
+        raise TypeError(f"{type(self).__name__} must say how it starts")
+
+    def mix(self, x: Tensor, state: Any, context: Context) -> tuple[Tensor, State, Probe | None]:
+        """The figure: x [B, T, dim] is normalised, the result is added to the stream."""
+        raise TypeError(f"{type(self).__name__} must say how it mixes tokens")
+
+    def forward(
+        self, x: Tensor, state: State | None = None, context: Context = Context()
+    ) -> tuple[Tensor, State, Probe | None]:
+        """x [B, T, dim] → the same shape, the new state, and a probe if the context asks for one."""
+        if state is None:
+            state = self.start(x.shape[0])
+        y, state, probe = self.mix(self.norm(x), state, context)
+        x = x + y
+        return x + self.mlp(self.mlp_norm(x)), state, probe
+
+
+class MemoryPart(nn.Module):
+    """A NeuralMemory that starts from persistent tokens, resets at documents and can be probed."""
+
+    def __init__(self, config: MemoryConfig) -> None:
+        super().__init__()
+        self.layer = NeuralMemory.from_config(config)
+
+    def start(self, batch: int, prefix: Tensor | None) -> MemoryState:
+        return self.layer.start(batch, prefix)
+
+    def forward(
+        self, x: Tensor, state: MemoryState, prefix: Tensor | None, context: Context
+    ) -> tuple[Tensor, MemoryState, Probe | None]:
+        layout = context.layout
+        fresh = self.layer.start(1, prefix) if layout.starts is not None else None
+        probe = None
+        if context.probe:
+            probe = self.layer.probe(x, state, layout=layout, fresh=fresh, learn=context.learn)
+        y, state = self.layer.run(x, state, layout=layout, fresh=fresh, learn=context.learn)
+        return y, state, probe
+
+
+@dataclass(frozen=True)
+class HybridState(State):
+    """State of MAG and MAL: short-term and long-term memory side by side."""
+
+    window: WindowState
+    memory: MemoryState

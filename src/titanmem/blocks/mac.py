@@ -1,0 +1,273 @@
+"""MAC: memory as context. Each segment attends to what the memory, as it stood at the segment's start, says about it.
+
+        h_j = M*(r_j)                 read with the weights at the segment's start      (paper, equation 21)
+        y   = Attn([P | h | x])       token i sees P, and h_j, x_j with j ≤ i           (22, 23)
+        o   = y ⊗ M(y)                the memory writes y, then reads it                (24, 25)
+
+    columns     P P P | h₁ h₂ h₃ h₄ | x₁ x₂ x₃ x₄
+    row x₂      ■ ■ ■ | ■  ■  ·  ·  | ■  ■  ·  ·          h_j and x_j share a position, P has none
+
+The second form reads a fixed number of memory tokens per segment with learned queries instead of one per token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear, normalize, pad, silu
+
+from titanmem.blocks.base import Block, BlockConfig, Combine, Context, MemoryPart
+from titanmem.config import require
+from titanmem.layers.neural_memory import Probe
+from titanmem.layers.norm import RMSNorm
+from titanmem.layers.rotary import rotate
+from titanmem.layers.window_attention import WindowAttention, contain
+from titanmem.ops.attention import Prefix, attend
+from titanmem.ops.conv import causal_conv
+from titanmem.ops.layout import WHOLE, Layout
+from titanmem.ops.memory import memory_read
+from titanmem.ops.memory.plan import segment_walk
+from titanmem.state import ConvState, MemoryState, State
+
+
+@dataclass(frozen=True)
+class SegmentState(State):
+    """The unfinished segment of every row."""
+
+    weight: tuple[Tensor, ...]  # the memory's weights at the segment's start
+    keys: Tensor  # [B, segment_len, H, D] of x, rotated
+    values: Tensor
+    memory_keys: Tensor  # of h: [B, segment_len or memory_tokens, H, D]
+    memory_values: Tensor
+    offset: Tensor  # [B] int64
+
+
+@dataclass(frozen=True)
+class MACState(State):
+    """State of a MAC block. `segment=None` says that every row is at a segment's start."""
+
+    memory: MemoryState
+    read: ConvState | None  # tail of the read queries
+    segment: SegmentState | None = None
+
+    def matched(self, other: MACState) -> MACState:
+        full = replace(self, memory=self.memory.matched(other.memory))
+        if self.segment is not None or other.segment is None:
+            return full
+        blank = other.segment.map(lambda x: x.new_zeros(self.batch, *x.shape[1:]))
+        return replace(full, segment=replace(blank, weight=self.memory.weight))
+
+
+class MACBlock(Block):
+    """o = y ⊗ M(y) with y = Attn([P | M*(x) | x]), segment by segment."""
+
+    def __init__(self, config: BlockConfig) -> None:
+        super().__init__(config)
+        c = config.memory
+        require(
+            c.inner == config.dim,
+            f"MAC's memory tokens must be {config.dim} wide, got {c.num_heads} heads × {c.width} = {c.inner}",
+        )
+        self.window = WindowAttention(config.dim, config.num_heads, None, config.rope_base)
+        self.memory = MemoryPart(replace(c, output_gate=False))
+        self.read_norm = RMSNorm(config.dim)
+        self.write_norm = RMSNorm(config.dim)
+        self.combine = Combine(config.dim)
+        self.read: nn.Linear | None = None
+        self.read_conv: nn.Parameter | None = None
+        self.queries: nn.Parameter | None = None
+        if config.memory_tokens is None:
+            self.read = nn.Linear(config.dim, config.dim, bias=False)
+            nn.init.normal_(self.read.weight, std=config.dim**-0.5)
+            if c.conv_width > 1:
+                bound = c.conv_width**-0.5
+                self.read_conv = nn.Parameter(torch.empty(c.conv_width, config.dim).uniform_(-bound, bound))
+        else:
+            self.queries = nn.Parameter(torch.randn(config.memory_tokens, c.num_heads, c.width))
+
+    def start(self, batch: int) -> MACState:
+        tail = None
+        if self.read_conv is not None:
+            shape = (batch, self.read_conv.shape[0] - 1, self.config.dim)
+            tail = ConvState(self.read_conv.new_zeros(shape))
+        return MACState(self.memory.start(batch, None), tail)
+
+    def mix(self, x: Tensor, state: MACState, context: Context) -> tuple[Tensor, State, Probe | None]:
+        outputs, probes = [], []
+        fresh = self.start(x.shape[0]) if context.layout.starts is not None else None
+        pieces = list(self._pieces(x, state, context.layout))
+        for piece in pieces:
+            if piece.reset is not None and fresh is not None:
+                state = fresh.where(piece.reset, state)
+            inner = replace(context, layout=WHOLE if piece.lengths is None else Layout(piece.lengths))
+            y, state, probe = self._segment(piece.take(x), state, inner)
+            outputs.append(y)
+            probes.append(probe)
+        probe = None
+        if context.probe:
+            seen = [p for p in probes if p is not None]
+            parts = zip(*(vars(p).values() for p in seen), strict=True)
+            probe = Probe(*(_join(pieces, list(xs), x.shape[1]) for xs in parts))
+        return _join(pieces, outputs, x.shape[1]), state, probe
+
+    def _pieces(self, x: Tensor, state: MACState, layout: Layout) -> Iterator[Piece]:
+        """Cut a call at segment borders. Known borders are slices; ragged rows and documents are gathered."""
+        length, tokens = self.config.segment_len, x.shape[1]
+        first: int | None = 0
+        if layout is WHOLE or (layout.lengths is None and layout.starts is None):
+            if tokens == 1:
+                yield Piece(0, 1)
+                return
+            if state.segment is not None:
+                first = _common(state.segment.offset)
+            if first is not None:
+                borders = [0, *range(length - first, tokens, length), tokens]
+                yield from (Piece(a, b) for a, b in pairwise(borders))
+                return
+        offset = torch.zeros(x.shape[0], dtype=torch.int64, device=x.device)
+        offset = offset if state.segment is None else state.segment.offset
+        for index, lengths, reset in segment_walk(offset, tokens, length, layout.lengths, layout.starts):
+            yield Piece(0, tokens, index, lengths, reset)
+
+    def _segment(self, x: Tensor, state: MACState, context: Context) -> tuple[Tensor, MACState, Probe | None]:
+        """Tokens x [B, n, dim] that lie in one segment of every row."""
+        x, finite = contain(x)
+        segment = state.segment
+        weight = state.memory.weight if segment is None else segment.weight
+        batch, tokens = x.shape[:2]
+        steps = torch.arange(tokens, device=x.device).unsqueeze(0)
+        position = steps if segment is None else segment.offset.unsqueeze(1) + steps
+
+        recalled, tail = self._recall(x, weight, state.read, context.layout)
+        plain_q, k, v = self.window.project(x)
+        q, k = (rotate(y, position, self.config.rope_base) for y in (plain_q, k))
+        memory_k, memory_v = self._project_memory(recalled)
+        if self.queries is None:
+            memory_k = rotate(memory_k, position, self.config.rope_base)
+        new = SegmentState(weight, k, v, memory_k, memory_v, position.expand(batch, -1)[:, -1] + 1)
+        whole = segment is None and tokens == self.config.segment_len and context.layout is WHOLE
+        held = new if whole else self._append(segment, new, position, context.layout)
+        y = self._attend(q, plain_q, held, position)
+        y = torch.where(finite, self.window.out(y.flatten(2)), float("nan"))
+
+        long, memory, probe = self.memory(self.write_norm(y), state.memory, None, context)
+        out = self.combine(y, long)
+        real = context.layout.real(tokens)
+        out = out if real is None else torch.where(real.unsqueeze(-1), out, 0)
+        return out, self._close(MACState(memory, tail, None if whole else held)), probe
+
+    def _recall(
+        self, x: Tensor, weight: tuple[Tensor, ...], tail: ConvState | None, layout: Layout
+    ) -> tuple[Tensor, ConvState | None]:
+        """Memory tokens h [B, n or memory_tokens, dim]."""
+        c, layer = self.config.memory, self.memory.layer
+        if self.queries is not None:
+            r = self.queries.unsqueeze(0).expand(x.shape[0], -1, -1, -1)
+        else:
+            assert self.read is not None
+            stream = self.read(x)
+            if self.read_conv is not None and tail is not None:
+                stream, tail = causal_conv(stream, self.read_conv, tail, layout)
+            r = silu(stream).unflatten(-1, (c.num_heads, c.width))
+        h = memory_read(normalize(r, dim=-1), weight, gain=layer.gain, residual=c.residual)
+        return self.read_norm(h.flatten(2)), tail
+
+    def _project_memory(self, h: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of memory tokens, not rotated."""
+        kv = linear(h, self.window.qkv.weight[self.config.dim :])
+        return kv.unflatten(-1, (2, self.config.num_heads, -1)).unbind(2)
+
+    def _append(self, old: SegmentState | None, new: SegmentState, position: Tensor, layout: Layout) -> SegmentState:
+        """Put the new keys and values into their slots of the segment."""
+        slots, tokens = self.config.segment_len, new.keys.shape[1]
+        batch = new.keys.shape[0]
+        real = layout.real(tokens)
+        place = position.expand(batch, -1)
+        place = place if real is None else torch.where(real, place, slots)  # one slot too many takes the rest
+
+        def seat(before: Tensor | None, now: Tensor) -> Tensor:
+            base = now.new_zeros(batch, slots, *now.shape[2:]) if before is None else before.to(now.dtype)
+            index = place[:, :, None, None].expand_as(now)
+            return pad(base, (0, 0, 0, 0, 0, 1)).scatter(1, index, now)[:, :slots]
+
+        offset = new.offset if layout.lengths is None else place.new_zeros(batch) + layout.lengths
+        if old is not None and layout.lengths is not None:
+            offset = old.offset + layout.lengths
+        fixed = self.queries is not None
+        return SegmentState(
+            new.weight,
+            seat(old.keys if old else None, new.keys),
+            seat(old.values if old else None, new.values),
+            new.memory_keys if fixed else seat(old.memory_keys if old else None, new.memory_keys),
+            new.memory_values if fixed else seat(old.memory_values if old else None, new.memory_values),
+            offset,
+        )
+
+    def _attend(self, q: Tensor, plain_q: Tensor, held: SegmentState, position: Tensor) -> Tensor:
+        batch = q.shape[0]
+        slot = torch.arange(held.keys.shape[1], device=q.device)
+        seen = slot <= position.unsqueeze(-1)  # [B or 1, n, slots]
+        prefix = self.window.prefix(self.prefix())
+        if self.queries is None:
+            keys = torch.cat([held.memory_keys, held.keys], 1)
+            values = torch.cat([held.memory_values, held.values], 1)
+            return attend(q, plain_q, keys, values, torch.cat([seen, seen], -1), prefix)
+        keys, values = held.memory_keys, held.memory_values
+        if prefix is not None:
+            keys = torch.cat([prefix.keys.expand(batch, -1, -1, -1), keys], 1)
+            values = torch.cat([prefix.values.expand(batch, -1, -1, -1), values], 1)
+        return attend(q, plain_q, held.keys, held.values, seen, Prefix(keys, values))
+
+    def _close(self, state: MACState) -> MACState:
+        """Rows whose segment is full start a new one."""
+        if state.segment is None:
+            return state
+        full = state.segment.offset >= self.config.segment_len
+        if not torch.compiler.is_compiling():
+            if not bool(full.any()):
+                return state
+            if bool(full.all()):
+                return replace(state, segment=None)
+        blank = state.segment.map(torch.zeros_like)
+        fresh = replace(blank, weight=state.memory.weight)
+        return replace(state, segment=fresh.where(full, state.segment))
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Part of a call within one segment: tokens first … last−1, or those in `index` [B, n] with their lengths."""
+
+    first: int
+    last: int
+    index: Tensor | None = None
+    lengths: Tensor | None = None
+    reset: Tensor | None = None
+
+    def take(self, x: Tensor) -> Tensor:
+        if self.index is None:
+            return x[:, self.first : self.last]
+        return x.gather(1, self.index.unsqueeze(-1).expand(-1, -1, x.shape[-1]))
+
+
+def _join(pieces: list[Piece], outputs: list[Tensor], tokens: int) -> Tensor:
+    """Outputs of pieces back in the call's order; tokens of no piece are 0."""
+    if pieces[0].index is None:
+        return torch.cat(outputs, 1)
+    total = outputs[0].new_zeros(outputs[0].shape[0], tokens + 1, *outputs[0].shape[2:])
+    for piece, y in zip(pieces, outputs, strict=True):
+        assert piece.index is not None
+        assert piece.lengths is not None
+        real = torch.arange(y.shape[1], device=y.device) < piece.lengths.unsqueeze(1)
+        index = torch.where(real, piece.index, tokens)
+        total = total.scatter(1, index.reshape(index.shape + (1,) * (y.dim() - 2)).expand_as(y), y)
+    return total[:, :tokens]
+
+
+def _common(offset: Tensor) -> int | None:
+    """The offset that all rows share, if they do."""
+    first = int(offset[0])
+    return first if bool((offset == first).all()) else None

@@ -1,0 +1,36 @@
+"""MAL: memory as a layer. The memory compresses, the window reads what it says.
+
+x ── M([P | x]) ── RMSNorm ── SWA(·; P) ── o              (paper, equations 29–31)
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from titanmem.blocks.base import Block, BlockConfig, Context, HybridState, MemoryPart
+from titanmem.layers.neural_memory import Probe
+from titanmem.layers.norm import RMSNorm
+from titanmem.layers.window_attention import WindowAttention
+from titanmem.state import State
+
+
+class MALBlock(Block):
+    """o = SWA(RMSNorm(M(x)); P)."""
+
+    def __init__(self, config: BlockConfig) -> None:
+        super().__init__(config)
+        self.memory = MemoryPart(config.memory)
+        self.between = RMSNorm(config.dim)
+        self.window = WindowAttention(config.dim, config.num_heads, config.window_len, config.rope_base)
+
+    def memory_prefix(self) -> Tensor | None:
+        """What the memory reads before the first token."""
+        return self.prefix() if self.config.persistent_memory else None
+
+    def start(self, batch: int) -> HybridState:
+        return HybridState(self.window.start(batch), self.memory.start(batch, self.memory_prefix()))
+
+    def mix(self, x: Tensor, state: HybridState, context: Context) -> tuple[Tensor, State, Probe | None]:
+        long, memory, probe = self.memory(x, state.memory, self.memory_prefix(), context)
+        short, window = self.window(self.between(long), state.window, prefix=self.prefix(), layout=context.layout)
+        return short, HybridState(window, memory), probe

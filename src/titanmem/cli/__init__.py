@@ -1,0 +1,32 @@
+"""The command `titanmem`: one file per verb, heavy imports inside the verb."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from importlib import import_module
+
+VERBS = {
+    "doctor": "what this machine can run, and which form of each operation it picks",
+    "generate": "continue a prompt with a saved model",
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run a verb; errors of the caller are one line, not a traceback."""
+    parser = argparse.ArgumentParser(prog="titanmem", description="Titans: neural memory that learns while it reads.")
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+    for name, summary in VERBS.items():
+        module = import_module(f"titanmem.cli.{name}")
+        verb = verbs.add_parser(name, help=summary, description=summary)
+        module.add_arguments(verb)
+        verb.set_defaults(run=module.run)
+    arguments = parser.parse_args(argv)
+    try:
+        return int(arguments.run(arguments))
+    except (ValueError, FileNotFoundError) as error:
+        print(f"titanmem: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        return 130

@@ -1,0 +1,44 @@
+"""`titanmem doctor`: what this machine can run, which form of each operation it picks, and why."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import platform
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """None."""
+
+
+def run(arguments: argparse.Namespace) -> int:
+    import torch
+
+    import titanmem
+    from titanmem.ops.backend import explain, forms
+
+    def line(name: str, value: object) -> None:
+        print(f"  {name:<14} {value}")
+
+    print(f"titanmem {titanmem.__version__}")
+    line("python", platform.python_version())
+    line("torch", torch.__version__)
+    line("cpu", f"{torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}")
+    if torch.cuda.is_available():
+        for index in range(torch.cuda.device_count()):
+            about = torch.cuda.get_device_properties(index)
+            line(f"gpu {index}", f"{about.name}, {about.total_memory / 2**30:.0f} GiB")
+    else:
+        line("gpu", "none found")
+    for name, purpose in (("safetensors", "saving states and models"), ("matplotlib", "pictures")):
+        here = importlib.util.find_spec(name) is not None
+        line(name, f"{'installed' if here else 'missing'} ({purpose})")
+    print("operations")
+    for operation in ("memory", "attention"):
+        form, reason = explain(operation)
+        line(operation, f"{form}: {reason}")
+        for other, about_form in forms(operation).items():
+            if other != form:
+                line("", f"also {other}: {about_form}")
+    line("kernels", "no GPU kernel yet: a GPU runs the chunked form in plain torch")
+    return 0

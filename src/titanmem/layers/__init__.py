@@ -1,0 +1,1 @@
+"""Modules around one operation each. They hold parameters only; state goes in and comes out."""

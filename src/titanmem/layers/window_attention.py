@@ -1,0 +1,116 @@
+"""Sliding-window attention with rotary positions and an always-visible prefix: the short-term memory."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from titanmem.layers.rotary import rotate
+from titanmem.ops.attention import Prefix, window_attention
+from titanmem.ops.layout import WHOLE, Layout
+from titanmem.ops.memory.plan import token_positions
+from titanmem.state import WindowState
+
+
+class WindowAttention(nn.Module):
+    """Causal attention over the last `window_len` tokens (None: all of them) and a prefix.
+
+    The state keeps window_len − 1 rotated keys and values and each row's position. Full attention keeps everything it
+    has read, so its state grows.
+    """
+
+    def __init__(self, dim: int, num_heads: int, window_len: int | None, rope_base: float = 10_000.0) -> None:
+        super().__init__()
+        if dim % num_heads or (dim // num_heads) % 2:
+            raise ValueError(f"dim={dim} must divide into num_heads={num_heads} heads of even width")
+        if window_len is not None and window_len < 1:
+            raise ValueError(f"window_len must be at least 1 or None, got {window_len}")
+        self.num_heads, self.window_len, self.rope_base = num_heads, window_len, rope_base
+        self.qkv = nn.Linear(dim, 3 * dim, bias=False)
+        self.out = nn.Linear(dim, dim, bias=False)
+
+    def start(self, batch: int) -> WindowState:
+        """Nothing seen yet."""
+        weight = self.qkv.weight
+        width = weight.shape[1] // self.num_heads
+        kept = 0 if self.window_len is None else self.window_len - 1
+        empty = weight.new_zeros(batch, kept, self.num_heads, width)
+        position = torch.zeros(batch, dtype=torch.int64, device=weight.device)
+        return WindowState(empty, empty.clone(), position)
+
+    def prefix(self, tokens: Tensor | None) -> Prefix | None:
+        """Keys and values of persistent tokens [P, dim], not rotated: their score does not depend on the position."""
+        if tokens is None:
+            return None
+        _, k, v = self.project(tokens.unsqueeze(0))
+        return Prefix(k, v)
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k, v [B, T, H, D], not rotated."""
+        return self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).unbind(2)
+
+    def forward(
+        self, x: Tensor, state: WindowState, *, prefix: Tensor | None = None, layout: Layout = WHOLE
+    ) -> tuple[Tensor, WindowState]:
+        """x [B, T, dim] → the same shape. `prefix` [P, dim] tokens are seen by every row of every document."""
+        tokens = x.shape[1]
+        if tokens == 0:
+            return x, state
+        x, finite = contain(x)
+        q, k, v = self.project(x)
+        position = token_positions(state.position, tokens, layout.starts)
+        rotated_q, rotated_k = (rotate(y, position, self.rope_base) for y in (q, k))
+        keys = torch.cat([state.keys.to(k.dtype), rotated_k], 1)
+        values = torch.cat([state.values.to(v.dtype), v], 1)
+        kept = state.keys.shape[1]
+        visible, document = self._visible(state, tokens), self._document(kept, tokens, layout)
+        y = window_attention(
+            rotated_q, q, keys, values, window_len=self.window_len, prefix=self.prefix(prefix), visible=visible,
+            document=document,
+        )  # fmt: skip
+        y = torch.where(finite, self.out(y.flatten(2)), float("nan"))
+        return y, self._roll(keys, values, position, state, layout)
+
+    def _visible(self, state: WindowState, tokens: int) -> Tensor | None:
+        """Which entries of [kept | new] hold a token."""
+        kept = state.keys.shape[1]
+        if kept == 0:
+            return None
+        back = torch.arange(kept, 0, -1, device=state.position.device)
+        old = back <= state.position.unsqueeze(1)
+        # new tokens that are not real come last, where only they themselves see them
+        return torch.cat([old, old.new_ones(len(old), tokens)], 1)
+
+    @staticmethod
+    def _document(kept: int, tokens: int, layout: Layout) -> Tensor | None:
+        """A number per entry of [kept | new] that is equal within a document."""
+        if layout.starts is None:
+            return None
+        number = layout.starts.cumsum(1)
+        return torch.cat([number.new_zeros(number.shape[0], kept), number], 1)
+
+    def _roll(self, keys: Tensor, values: Tensor, position: Tensor, state: WindowState, layout: Layout) -> WindowState:
+        """Keep the last window_len − 1 real entries of every row."""
+        if self.window_len is None:
+            kept = keys.shape[1] if layout.lengths is None else int(self._after(position, state, layout).max())
+        else:
+            kept = self.window_len - 1
+        if layout.lengths is None:
+            last = keys.shape[1] - kept
+            return WindowState(keys[:, last:], values[:, last:], position[:, -1] + 1)
+        end = state.keys.shape[1] + layout.lengths  # entries [0, end) are behind the row's next token
+        index = (end.unsqueeze(1) - kept + torch.arange(kept, device=end.device)).clamp(min=0)
+        spread = index[:, :, None, None].expand(-1, -1, *keys.shape[2:])
+        return WindowState(keys.gather(1, spread), values.gather(1, spread), self._after(position, state, layout))
+
+    @staticmethod
+    def _after(position: Tensor, state: WindowState, layout: Layout) -> Tensor:
+        assert layout.lengths is not None
+        last = position.gather(1, (layout.lengths - 1).clamp(min=0).unsqueeze(1)).squeeze(1)
+        return torch.where(layout.lengths > 0, last + 1, state.position)
+
+
+def contain(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Zero the tokens that are not finite, so that they reach no other token; also say which are [B, T, 1]."""
+    finite = torch.isfinite(x).all(-1, keepdim=True)
+    return torch.where(finite, x, 0), finite

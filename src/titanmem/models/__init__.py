@@ -1,0 +1,1 @@
+"""Models: lists of blocks with inputs and outputs."""

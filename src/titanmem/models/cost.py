@@ -1,0 +1,98 @@
+"""Parameters, state bytes and FLOPs of a model, computed from its config alone."""
+
+from __future__ import annotations
+
+from titanmem.layers.neural_memory import MemoryConfig
+from titanmem.models.language import TitansConfig
+
+FLOAT = 4  # bytes of the memory's state per number, whatever the activations are
+
+
+def memory_parameters(c: MemoryConfig, output_gate: bool) -> int:
+    """Parameters of one NeuralMemory."""
+    kinds = 1 + c.momentum + c.forget
+    gates = kinds * c.num_heads * sum(c.gate_widths)
+    total = 3 * c.dim * c.inner + c.inner * c.dim + c.inner  # qkv, out, norm
+    total += (c.dim + 1) * gates
+    total += c.num_heads * sum(i * o for i, o in c.shapes)  # initial memory
+    total += c.inner if c.norm else 0
+    total += 3 * c.inner * c.conv_width if c.conv_width > 1 else 0
+    return total + (c.dim * c.inner if output_gate else 0)
+
+
+def block_parameters(config: TitansConfig, name: str) -> int:
+    """Parameters of one block."""
+    d, memory = config.dim, config.memory_config()
+    assert config.mlp_width is not None
+    total = 2 * d + 3 * d * config.mlp_width
+    attention, combine, persistent = 4 * d * d, 2 * d + d * d, config.num_persistent * d
+    if name == "attention":
+        return total + attention
+    if name == "lmm":
+        return total + memory_parameters(memory, memory.output_gate) + (persistent if config.persistent_memory else 0)
+    if name == "mag":
+        return total + attention + combine + persistent + memory_parameters(memory, False)
+    if name == "mal":
+        return total + attention + d + persistent + memory_parameters(memory, memory.output_gate)
+    total += attention + combine + 2 * d + persistent + memory_parameters(memory, False)
+    if config.memory_tokens is not None:
+        return total + config.memory_tokens * memory.inner
+    return total + d * d + (memory.conv_width * d if memory.conv_width > 1 else 0)
+
+
+def parameters(config: TitansConfig) -> int:
+    """Parameters of the whole model; a tied head counts once."""
+    embedding = config.vocab_size * config.dim
+    blocks = sum(block_parameters(config, name) for name in config.blocks)
+    return embedding * (1 if config.tie_embeddings else 2) + blocks + config.dim
+
+
+def memory_state_bytes(c: MemoryConfig, activation: int = FLOAT) -> int:
+    """Bytes of one row's MemoryState in the middle of a chunk."""
+    weight = sum(i * o for i, o in c.shapes)
+    writes = c.chunk_len * sum(i + o for i, o in c.shapes)
+    mix = 2 * (c.chunk_len + 2) * sum(c.gate_widths)
+    total = c.num_heads * (2 * weight) * FLOAT
+    if c.chunk_len > 1:
+        total += c.num_heads * (writes + mix) * FLOAT + 8
+    if c.conv_width > 1:
+        total += (c.conv_width - 1) * 3 * c.inner * activation
+    if c.gate_span == "chunk":
+        total += (1 + c.momentum + c.forget) * c.num_heads * sum(c.gate_widths) * FLOAT
+    return total
+
+
+def block_state_bytes(config: TitansConfig, name: str, tokens: int, activation: int = FLOAT) -> int:
+    """Bytes of one row's block state after `tokens` tokens, in the middle of chunks and segments."""
+    d, memory = config.dim, config.memory_config()
+
+    def window(length: int | None) -> int:
+        kept = tokens if length is None else length - 1
+        return 2 * kept * d * activation + 8
+
+    if name == "attention":
+        return window(config.attention_window)
+    total = memory_state_bytes(memory, activation)
+    if name == "lmm":
+        return total
+    if name in ("mag", "mal"):
+        return total + window(config.window_len)
+    memory_tokens = config.segment_len if config.memory_tokens is None else config.memory_tokens
+    total += 2 * (config.segment_len + memory_tokens) * d * activation + 8
+    total += memory.num_heads * sum(i * o for i, o in memory.shapes) * FLOAT  # weights at the segment's start
+    if config.memory_tokens is None and memory.conv_width > 1:
+        total += (memory.conv_width - 1) * d * activation
+    return total
+
+
+def state_bytes(config: TitansConfig, tokens: int = 1 << 20, activation: int = FLOAT) -> int:
+    """Bytes of one row's ModelState after `tokens` tokens. Only full attention makes it depend on them."""
+    return sum(block_state_bytes(config, name, tokens, activation) for name in config.blocks)
+
+
+def memory_flops(c: MemoryConfig) -> int:
+    """FLOPs of the memory operation per token, forward: the key side, the fold and the read of every matrix."""
+    keys = sum(2 * i * o for i, o in c.shapes) + sum(2 * i * o for i, o in c.shapes[1:])
+    fold = sum(4 * i * o for i, o in c.shapes)
+    reads = sum(4 * i * o + 2 * c.chunk_len * (i + o) for i, o in c.shapes)
+    return c.num_heads * (keys + fold + reads)

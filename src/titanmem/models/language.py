@@ -1,0 +1,288 @@
+"""TitansLM: embedding → a list of blocks → norm → head. Training, scoring and generation are this one function.
+
+Legend: B batch, T tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal, overload
+
+import torch
+from torch import Tensor, nn
+
+from titanmem.blocks import BLOCKS, Block, BlockConfig
+from titanmem.blocks.base import Context
+from titanmem.config import Config, check_keys, require
+from titanmem.layers.neural_memory import MemoryConfig, Probe
+from titanmem.layers.norm import RMSNorm
+from titanmem.models import generation
+from titanmem.ops.layout import Layout, check_mask, pack, pack_order, unpack
+from titanmem.state import ModelState, check_same_config
+
+MEMORY_HEAD = 64  # width of a memory head where the model's width allows it
+
+
+@dataclass(frozen=True)
+class TitansConfig(Config):
+    """A language model. `block` is one name for all layers or a list of one per layer; `memory` overrides settings of
+    `MemoryConfig`, for instance memory={"depth": 1, "chunk_len": 16}."""
+
+    vocab_size: int
+    dim: int
+    num_layers: int
+    num_heads: int
+    block: str | Sequence[str] = "mac"
+    mlp_width: int | None = None  # default: 8/3 · dim, rounded up to a multiple of 64
+    memory: dict[str, Any] = field(default_factory=dict)
+    window_len: int | None = 2048  # MAG and MAL
+    attention_window: int | None = None  # plain attention blocks; None: full
+    segment_len: int = 512  # MAC
+    memory_tokens: int | None = None  # MAC: None is one per token
+    num_persistent: int = 128
+    persistent_memory: bool = True
+    rope_base: float = 10_000.0
+    tie_embeddings: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "dim", "num_layers", "num_heads"):
+            require(getattr(self, name) >= 1, f"{name} must be at least 1, got {getattr(self, name)}")
+        require(
+            self.dim % self.num_heads == 0 and (self.dim // self.num_heads) % 2 == 0,
+            f"dim={self.dim} must divide into num_heads={self.num_heads} attention heads of even width",
+        )
+        names = [self.block] * self.num_layers if isinstance(self.block, str) else list(self.block)
+        require(len(names) == self.num_layers, f"block lists {len(names)} names for num_layers={self.num_layers}")
+        for name in names:
+            require(name in BLOCKS, f"unknown block {name!r}; known: {', '.join(BLOCKS)}")
+        if not isinstance(self.block, str):
+            object.__setattr__(self, "block", names)
+        if self.mlp_width is None:
+            object.__setattr__(self, "mlp_width", -(-self.dim * 8 // 3 // 64) * 64)
+        known = set(MemoryConfig.__dataclass_fields__) - {"dim", "output_gate"}
+        check_keys(self.memory, sorted(known), "TitansConfig.memory")
+        self.memory_config()
+
+    @property
+    def blocks(self) -> list[str]:
+        """The block of every layer."""
+        return [self.block] * self.num_layers if isinstance(self.block, str) else list(self.block)
+
+    def memory_config(self) -> MemoryConfig:
+        """Settings of every memory in the model: heads 64 wide where dim allows it."""
+        heads = {"num_heads": self.dim // MEMORY_HEAD if self.dim % MEMORY_HEAD == 0 else self.num_heads}
+        return MemoryConfig.from_dict({"dim": self.dim, **heads, **self.memory})
+
+    def block_config(self) -> BlockConfig:
+        """What a block needs to know."""
+        assert self.mlp_width is not None
+        return BlockConfig(
+            dim=self.dim,
+            num_heads=self.num_heads,
+            mlp_width=self.mlp_width,
+            memory=self.memory_config(),
+            window_len=self.window_len,
+            attention_window=self.attention_window,
+            segment_len=self.segment_len,
+            memory_tokens=self.memory_tokens,
+            num_persistent=self.num_persistent,
+            persistent_memory=self.persistent_memory,
+            rope_base=self.rope_base,
+        )
+
+    @staticmethod
+    def from_name(name: str, **changes: Any) -> TitansConfig:
+        """A named size such as "mac-340m" or "lmm-tiny"; "mac-340m-chunk16" has the paper's chunk length."""
+        from titanmem.models.sizes import named_config
+
+        return replace(named_config(name), **changes)
+
+
+class TitansLM(nn.Module):
+    """A language model whose memory learns while it reads.
+
+    >>> logits, state = model(ids)           # ids [B, T]
+    >>> logits, state = model(more, state)   # goes on
+    """
+
+    def __init__(self, config: TitansConfig) -> None:
+        super().__init__()
+        self.config = config
+        inner = config.block_config()
+        self.embedding = nn.Embedding(config.vocab_size, config.dim)
+        self.blocks = nn.ModuleList(BLOCKS[name](inner) for name in config.blocks)
+        self.norm = RMSNorm(config.dim)
+        self.head = nn.Linear(config.dim, config.vocab_size, bias=False)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Small embeddings; projections that end in the residual stream shrink with depth."""
+        nn.init.normal_(self.embedding.weight, std=0.02)
+        nn.init.normal_(self.head.weight, std=0.02)
+        shrink = (2 * self.config.num_layers) ** -0.5
+        for name, weight in self.blocks.named_parameters():
+            if name.endswith(("window.qkv.weight", "mlp.gate.weight", "mlp.up.weight")):
+                nn.init.normal_(weight, std=weight.shape[1] ** -0.5)
+            elif name.endswith(("out.weight", "mlp.down.weight")):
+                nn.init.normal_(weight, std=weight.shape[1] ** -0.5 * shrink)
+        if self.config.tie_embeddings:
+            self.head.weight = self.embedding.weight
+
+    @overload
+    def forward(
+        self, ids: Tensor, state: ModelState | None = ..., *, mask: Tensor | None = ..., learn: bool = ...,
+        probe: Literal[False] = ..., documents: Tensor | None = ...,
+    ) -> tuple[Tensor, ModelState]: ...  # fmt: skip
+    @overload
+    def forward(
+        self, ids: Tensor, state: ModelState | None = ..., *, mask: Tensor | None = ..., learn: bool = ...,
+        probe: Literal[True], documents: Tensor | None = ...,
+    ) -> tuple[Tensor, ModelState, list[Probe | None]]: ...  # fmt: skip
+    def forward(
+        self,
+        ids: Tensor,
+        state: ModelState | None = None,
+        *,
+        mask: Tensor | None = None,
+        learn: bool = True,
+        probe: bool = False,
+        documents: Tensor | None = None,
+    ) -> Any:
+        """Logits [B, T, V] for ids [B, T], and the state after them.
+
+        `mask` [B, T] bool: False tokens change nothing, their logits are 0. `learn=False`: memories read only.
+        `documents` [B, T] int: ids of packed documents that do not see each other; each starts from a fresh state.
+        With `probe`, also one `Probe` per block (None where a block has no memory).
+        """
+        self._check(ids, state, mask, documents)
+        if ids.shape[1] == 0:
+            state = self.start(ids.shape[0]) if state is None else state
+            empty = self.head(self.norm(self.embedding(ids)))
+            return (empty, state, [None] * len(self.blocks)) if probe else (empty, state)
+        order = None
+        if mask is not None:
+            order = pack_order(mask)
+            ids = pack(ids, order)
+            documents = None if documents is None else pack(documents, order)
+        lengths = None if mask is None else mask.sum(1)
+        before = None if state is None else state.document
+        layout = Layout(lengths, _starts(documents, before, state is not None))
+        context = Context(layout, learn, probe)
+
+        x = self.embedding(ids)
+        states, probes = [], []
+        for index, block in enumerate(self.blocks):
+            x, after, seen = block(x, None if state is None else state.blocks[index], context)
+            states.append(after)
+            probes.append(seen)
+        logits = self.head(self.norm(x))
+
+        document = _last_document(documents, lengths, before)
+        new = ModelState(tuple(states), document, self.config.to_dict())
+        if order is not None and mask is not None:
+            logits = torch.where(mask.unsqueeze(-1), unpack(logits, order), 0)
+            probes = [None if p is None else p.map(lambda t: unpack(t, order)) for p in probes]
+        return (logits, new, probes) if probe else (logits, new)
+
+    def start(self, batch: int) -> ModelState:
+        """The state before the first token."""
+        blocks = [block for block in self.blocks if isinstance(block, Block)]
+        return ModelState(tuple(block.start(batch) for block in blocks), None, self.config.to_dict())
+
+    def generate(self, ids: Tensor, max_new_tokens: int = 64, **settings: Any) -> Tensor:
+        """Prompt + new ids, [B, T + max_new_tokens] or shorter if every row stopped. Settings: `generation.Sampling`,
+        and mask= for prompts of different lengths, state= to go on from."""
+        return generation.generate(self, ids, max_new_tokens, **settings)
+
+    def save(self, folder: str | Path) -> None:
+        """Write config.json and model.safetensors."""
+        from safetensors.torch import save_file
+
+        path = Path(folder)
+        path.mkdir(parents=True, exist_ok=True)
+        held = {n: p.detach().cpu().contiguous() for n, p in self.state_dict().items()}
+        if self.config.tie_embeddings:
+            del held["head.weight"]
+        save_file(held, path / "model.safetensors", metadata={"format": "pt"})
+        (path / "config.json").write_text(json.dumps(self.config.to_dict(), indent=2) + "\n")
+
+    @staticmethod
+    def load(folder: str | Path, device: torch.device | str = "cpu", **changes: Any) -> TitansLM:
+        """Read what `save` wrote. `changes` override settings of the config; another chunk_len warns."""
+        from safetensors.torch import load_file
+
+        path = Path(folder)
+        for name in ("config.json", "model.safetensors"):
+            if not (path / name).exists():
+                raise FileNotFoundError(f"{path} has no {name}; expected a folder written by TitansLM.save")
+        saved = TitansConfig.from_dict(json.loads((path / "config.json").read_text()))
+        config = replace(saved, **changes)
+        model = TitansLM(config)
+        _warn_other_chunk(saved, config)
+        held = load_file(path / "model.safetensors")
+        if config.tie_embeddings:
+            held["head.weight"] = held["embedding.weight"]
+        model.load_state_dict(held)
+        return model.to(device)
+
+    def _check(self, ids: Tensor, state: ModelState | None, mask: Tensor | None, documents: Tensor | None) -> None:
+        if ids.dim() != 2 or ids.dtype not in (torch.int64, torch.int32):
+            raise ValueError(f"ids must be an int64 tensor [batch, tokens], got {ids.dtype} {list(ids.shape)}")
+        if ids.shape[0] == 0:
+            raise ValueError("ids has a batch of 0 rows, expected at least 1")
+        if not torch.compiler.is_compiling() and ids.numel() and not ids.is_cuda:
+            low, high = int(ids.min()), int(ids.max())
+            if low < 0 or high >= self.config.vocab_size:
+                raise ValueError(
+                    f"ids must lie in 0 … {self.config.vocab_size - 1}, got {low} … {high}; "
+                    "check that the tokenizer belongs to this model"
+                )
+        if mask is not None:
+            check_mask(mask, *ids.shape)
+        if documents is not None and documents.shape != ids.shape:
+            raise ValueError(f"documents must have the shape of ids {list(ids.shape)}, got {list(documents.shape)}")
+        if state is None:
+            return
+        if not isinstance(state, ModelState):
+            raise ValueError(f"state must be a ModelState or None, got {type(state).__name__}")
+        check_same_config(self.config.to_dict(), state.config, "use this state", "state")
+        if state.batch != ids.shape[0]:
+            raise ValueError(
+                f"the state holds {state.batch} rows, ids has {ids.shape[0]}; use state.rows(...), state.fork(n) or "
+                "ModelState.stack([...]) to line them up"
+            )
+
+
+def _warn_other_chunk(saved: TitansConfig, config: TitansConfig) -> None:
+    import warnings
+
+    was, now = saved.memory_config().chunk_len, config.memory_config().chunk_len
+    if was != now:
+        warnings.warn(
+            f"this model was trained with chunk_len={was} and is loaded with {now}: another function, often much worse",
+            stacklevel=3,
+        )
+
+
+def _starts(documents: Tensor | None, before: Tensor | None, resumed: bool) -> Tensor | None:
+    """Where documents begin. The first token continues the state's document unless its id says otherwise."""
+    if documents is None:
+        return None
+    first = torch.zeros_like(documents[:, :1], dtype=torch.bool)
+    if resumed and before is not None:
+        first = (documents[:, :1] != before.unsqueeze(1)) & (before >= 0).unsqueeze(1)
+    return torch.cat([first, documents[:, 1:] != documents[:, :-1]], 1)
+
+
+def _last_document(documents: Tensor | None, lengths: Tensor | None, before: Tensor | None) -> Tensor | None:
+    if documents is None:
+        return before
+    if lengths is None:
+        return documents[:, -1].long()
+    last = documents.gather(1, (lengths - 1).clamp(min=0).unsqueeze(1)).squeeze(1).long()
+    kept = torch.full_like(last, -1) if before is None else before
+    return torch.where(lengths > 0, last, kept)

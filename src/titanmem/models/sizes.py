@@ -1,0 +1,65 @@
+"""Named sizes. Depth and width are the paper's (camera-ready; 400M is the Gated DeltaNet configuration it is compared
+with); the SwiGLU width is fitted so that every variant has the parameters its name says."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from typing import Any
+
+from titanmem.blocks import BLOCKS
+from titanmem.models.cost import parameters
+from titanmem.models.language import TitansConfig
+
+
+@dataclass(frozen=True)
+class Size:
+    """A size: `target` parameters, the model's shape, and the paper's peak learning rate and training tokens."""
+
+    target: float
+    num_layers: int
+    dim: int
+    num_heads: int
+    learning_rate: float
+    tokens: float
+    vocab_size: int = 32_000
+
+
+SIZES = {
+    "tiny": Size(1e6, 4, 128, 4, 3e-3, 5e6, vocab_size=256),
+    "170m": Size(170e6, 12, 768, 16, 3e-3, 15e9),
+    "340m": Size(340e6, 24, 1024, 16, 1.5e-3, 15e9),
+    "400m": Size(400e6, 12, 1536, 12, 1.5e-3, 15e9),
+    "760m": Size(760e6, 24, 1536, 16, 1.25e-3, 30e9),
+    "1.3b": Size(1.3e9, 18, 2048, 8, 7e-4, 100e9),
+}
+_TINY: dict[str, Any] = {
+    "window_len": 64,
+    "segment_len": 64,
+    "num_persistent": 16,
+    "memory": {"chunk_len": 16, "expansion": 2},
+}
+
+
+def named_config(name: str) -> TitansConfig:
+    """The config of "BLOCK-SIZE" or "BLOCK-SIZE-chunkN"."""
+    found = re.fullmatch(r"([a-z]+)-([0-9a-z.]+?)(?:-chunk([0-9]+))?", name.lower())
+    if found is None or found[1] not in BLOCKS or found[2] not in SIZES:
+        raise ValueError(
+            f"unknown model {name!r}; expected BLOCK-SIZE[-chunkN] with a block of {', '.join(BLOCKS)} and a "
+            f"size of {', '.join(SIZES)}"
+        )
+    block, size_name, chunk = found.groups()
+    size = SIZES[size_name]
+    settings: dict[str, Any] = dict(_TINY) if size_name == "tiny" else {}
+    if chunk is not None:
+        settings["memory"] = {**settings.get("memory", {}), "chunk_len": int(chunk)}
+    config = TitansConfig(size.vocab_size, size.dim, size.num_layers, size.num_heads, block, mlp_width=64, **settings)
+    return fit_mlp(config, size.target)
+
+
+def fit_mlp(config: TitansConfig, target: float, multiple: int = 64) -> TitansConfig:
+    """The config whose SwiGLU width brings it closest to `target` parameters."""
+    rest = parameters(replace(config, mlp_width=multiple)) - 3 * config.dim * multiple * config.num_layers
+    width = round((target - rest) / (3 * config.dim * config.num_layers) / multiple) * multiple
+    return replace(config, mlp_width=max(multiple, width))

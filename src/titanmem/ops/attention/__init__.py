@@ -1,0 +1,129 @@
+"""Attention over a sliding window with an always-visible prefix.
+
+    row i sees      prefix  ■ ■ ■ | · · ■ ■ ■ ·        the last window_len tokens up to itself
+    row i + 1       prefix  ■ ■ ■ | · · · ■ ■ ■        prefix keys are scored without rotation
+
+Legend: B batch, T tokens, H heads, D head width, P prefix tokens, W window_len.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad, scaled_dot_product_attention
+
+from titanmem.ops import backend
+
+__all__ = ["Prefix", "attend", "window_attention"]
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """Keys and values every query sees, [B or 1, P, H, D], scored against the query before rotation."""
+
+    keys: Tensor
+    values: Tensor
+
+
+def attend(q: Tensor, plain_q: Tensor, k: Tensor, v: Tensor, mask: Tensor, prefix: Prefix | None) -> Tensor:
+    """softmax attention of q [B, T, H, D] over k, v [B, S, H, D] where mask [B or 1, T, S] allows, plus the prefix.
+
+    A prefix is scored with the unrotated `plain_q`. One kernel call does both: q and plain_q side by side meet keys
+    that are zero in the other half.
+    """
+    width = q.shape[-1]
+    scale = width**-0.5
+    if prefix is not None:
+        batch, seen = q.shape[0], prefix.keys.shape[1]
+        k = torch.cat([pad(prefix.keys.expand(batch, -1, -1, -1), (width, 0)), pad(k, (0, width))], 1)
+        v = pad(torch.cat([prefix.values.expand(batch, -1, -1, -1), v], 1), (0, width))
+        q = torch.cat([q, plain_q], -1)
+        mask = pad(mask, (seen, 0), value=True)
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    out = scaled_dot_product_attention(q, k, v, attn_mask=mask.unsqueeze(1), scale=scale)
+    return out.transpose(1, 2)[..., :width]
+
+
+def window_attention(
+    q: Tensor,
+    plain_q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    window_len: int | None,
+    prefix: Prefix | None,
+    visible: Tensor | None = None,
+    document: Tensor | None = None,
+) -> Tensor:
+    """Row t of q [B, T, H, D] sees entries up to t + S − T of k, v [B, S, H, D], at most the last window_len.
+
+    The first S − T entries are older tokens. `visible` [B, S] hides empty entries; `document` [B, S] hides entries of
+    other documents. window_len=None is full causal attention.
+    """
+    tokens, entries = q.shape[1], k.shape[1]
+    older = entries - tokens
+    form = backend.choose("attention")
+    if form == "flex":
+        from titanmem.ops.attention.flex import flex_window
+
+        return flex_window(q, plain_q, k, v, window_len, prefix, visible, document)
+    if form == "reference" or window_len is None or tokens <= window_len:
+        rows = torch.arange(tokens, device=q.device).unsqueeze(1) + older
+        mask = _window_mask(rows, torch.arange(entries, device=q.device), window_len).unsqueeze(0)
+        if visible is not None:
+            mask = mask & visible.unsqueeze(1)
+        if document is not None:
+            mask = mask & (document[:, older:].unsqueeze(2) == document.unsqueeze(1))
+        return attend(q, plain_q, k, v, mask, prefix)
+    return _blocks(q, plain_q, k, v, window_len, prefix, visible, document)
+
+
+def _window_mask(rows: Tensor, columns: Tensor, window_len: int | None) -> Tensor:
+    mask = columns <= rows
+    return mask if window_len is None else mask & (columns > rows - window_len)
+
+
+def _blocks(
+    q: Tensor,
+    plain_q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    window_len: int,
+    prefix: Prefix | None,
+    visible: Tensor | None,
+    document: Tensor | None,
+) -> Tensor:
+    """Blocks of window_len queries, each with its own and the preceding block's keys: linear in T."""
+    batch, tokens, heads, _ = q.shape
+    older = k.shape[1] - tokens
+    count = -(-tokens // window_len)
+    tail = count * window_len - tokens
+    front = window_len - older  # queries start at entry window_len of the padded stream
+    assert front >= 0, "older entries beyond the window must be dropped first"
+
+    def pairs(x: Tensor) -> Tensor:
+        """Each block with the one before it: [B·count, 2W, ...]."""
+        laid = pad(x, (0, 0) * (x.dim() - 2) + (front, tail)).reshape(batch, count + 1, window_len, *x.shape[2:])
+        return torch.cat([laid[:, :-1], laid[:, 1:]], 2).flatten(0, 1)
+
+    def queries(x: Tensor) -> Tensor:
+        laid = pad(x, (0, 0) * (x.dim() - 2) + (0, tail))
+        return laid.reshape(batch * count, window_len, *x.shape[2:])
+
+    rows = torch.arange(window_len, 2 * window_len, device=q.device).unsqueeze(1)
+    band = _window_mask(rows, torch.arange(2 * window_len, device=q.device), window_len)
+    here = torch.ones(batch, k.shape[1], dtype=torch.bool, device=q.device) if visible is None else visible
+    seen = pairs(here)
+    mask = band & seen.unsqueeze(1)
+    if document is not None:
+        mask = mask & (queries(document[:, older:]).unsqueeze(2) == pairs(document).unsqueeze(1))
+    empty = ~mask.any(-1, keepdim=True)  # padding rows: let them see something, they are dropped
+    mask = mask | empty
+    if prefix is not None:
+        prefix = Prefix(
+            *(x.expand(batch, -1, -1, -1).repeat_interleave(count, 0) for x in (prefix.keys, prefix.values))
+        )
+    out = attend(queries(q), queries(plain_q), pairs(k), pairs(v), mask, prefix)
+    return out.reshape(batch, count * window_len, heads, -1)[:, :tokens]

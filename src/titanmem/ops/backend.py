@@ -1,0 +1,55 @@
+"""Which form of an operation runs, chosen in one place; `titanmem doctor` prints the choice and the reason."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+_FORMS: dict[str, dict[str, str]] = {
+    "memory": {
+        "chunked": "exact parallel form in plain torch, any device, depth and dtype",
+        "reference": "token loop, the specification; slow, for tests and reading",
+    },
+    "attention": {
+        "sdpa": "blocks of the window through torch's scaled_dot_product_attention, any device",
+        "flex": "FlexAttention, compiled for the GPU",
+        "reference": "one dense mask; for tests and reading",
+    },
+}
+
+_asked: dict[str, str] = {}  # a plain dict: torch.compile guards on its content
+
+
+def forms(operation: str) -> dict[str, str]:
+    """The forms of an operation and what each is."""
+    return dict(_FORMS[operation])
+
+
+def explain(operation: str) -> tuple[str, str]:
+    """The form that runs now and why."""
+    if operation in _asked:
+        return _asked[operation], "asked for with titanmem.backend(...)"
+    default = next(iter(_FORMS[operation]))
+    return default, _FORMS[operation][default]
+
+
+def choose(operation: str) -> str:
+    """The form that runs now."""
+    return explain(operation)[0]
+
+
+@contextmanager
+def backend(**choice: str) -> Iterator[None]:
+    """Choose forms within a block: `with titanmem.backend(memory="reference"): ...`."""
+    for operation, form in choice.items():
+        if operation not in _FORMS:
+            raise ValueError(f"unknown operation {operation!r}; known: {', '.join(_FORMS)}")
+        if form not in _FORMS[operation]:
+            raise ValueError(f"unknown form {form!r} of {operation}; known: {', '.join(_FORMS[operation])}")
+    before = dict(_asked)
+    _asked.update(choice)
+    try:
+        yield
+    finally:
+        _asked.clear()
+        _asked.update(before)

@@ -1,0 +1,183 @@
+"""The memory operation: one signature, several speeds.
+
+    y, fast = memory(q, k, v, gates, fast, gain=gain, chunk_len=64)
+
+`reference` is the token loop that specifies it, `chunked` the exact parallel form. Legend: B batch, T tokens, H heads,
+D head width, L matrices of shape I_l × O_l with I₁ = O_L = D.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from titanmem.ops import backend
+from titanmem.ops.memory import chunked, custom_op
+from titanmem.ops.memory.network import read
+from titanmem.ops.memory.plan import count_chunks
+from titanmem.ops.memory.probe import WriteProbe, probe_scan
+from titanmem.ops.memory.reference import memory_reference
+from titanmem.state import FastWeights, PendingWrites
+
+__all__ = ["Gates", "WriteProbe", "memory", "memory_probe", "memory_read"]
+
+
+@dataclass(frozen=True)
+class Gates:
+    """The three gates of every token, one entry per matrix: [B, T, H, 1] per head or [B, T, H, O_l] per channel.
+
+    `step` ≥ 0 scales the gradient, `momentum` in [0, 1] keeps the surprise, `forget` in [0, 1] drops the weight.
+    """
+
+    step: tuple[Tensor, ...]
+    momentum: tuple[Tensor, ...]
+    forget: tuple[Tensor, ...]
+
+    @staticmethod
+    def per_head(step: Tensor, momentum: Tensor, forget: Tensor) -> Gates:
+        """From three tensors [B, T, H, L]."""
+        return Gates(*(tuple(x.split(1, -1)) for x in (step, momentum, forget)))
+
+    @property
+    def channels(self) -> bool:
+        """Whether some gate differs between output channels."""
+        return any(g.shape[-1] > 1 for g in (*self.step, *self.momentum, *self.forget))
+
+
+def memory(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gates: Gates,
+    fast: FastWeights,
+    *,
+    gain: Tensor | None = None,
+    chunk_len: int = 64,
+    residual: bool = True,
+    clip: float = 0.0,
+    lengths: Tensor | None = None,
+    starts: Tensor | None = None,
+    fresh: FastWeights | None = None,
+) -> tuple[Tensor, FastWeights]:
+    """Write every token's (k, v) into the memory and read it with q after the write.
+
+    q, k, v [B, T, H, D]. `gain` [H, D] scales the LN at the memory's end (None: no LN); `residual` adds the input.
+    `clip` > 0 bounds each token's gradient per matrix. `lengths` [B]: only so many leading tokens of a row are real.
+    `starts` [B, T] bool: documents begin there, from `fresh` (batch 1). Returns y [B, T, H, D] and the new state.
+    """
+    _check(q, k, v, gates, fast, chunk_len)
+    if q.shape[1] == 0:
+        return v.new_empty(v.shape), fast
+    choice = backend.choose("memory")
+    offset = None if fast.pending is None else fast.pending.offset
+    pends = custom_op.leaves_pending(q.shape[1], chunk_len, offset, lengths, starts)
+    if choice == "reference":
+        return memory_reference(
+            q, k, v, (gates.step, gates.momentum, gates.forget), fast, gain=gain, chunk_len=chunk_len,
+            residual=residual, clip=clip, lengths=lengths, starts=starts, fresh=fresh, at_border=not pends,
+        )  # fmt: skip
+    call, graded = _flat_call(q, k, v, gates, fast, gain, chunk_len, residual, clip, lengths, starts, fresh)
+    return _chunked(call, graded, gates, len(fast.start_weight), pends)
+
+
+def _flat_call(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gates: Gates,
+    fast: FastWeights,
+    gain: Tensor | None,
+    chunk_len: int,
+    residual: bool,
+    clip: float,
+    lengths: Tensor | None,
+    starts: Tensor | None,
+    fresh: FastWeights | None,
+) -> tuple[tuple[Any, ...], bool]:
+    """The arguments of `custom_op.open_scan`, and whether any of them wants a gradient."""
+    pending: list[Tensor] = []
+    offset = None
+    if fast.pending is not None:
+        pending = [*fast.pending.inputs, *fast.pending.errors, *fast.pending.mix]
+        offset = fast.pending.offset
+    count = count_chunks(q.shape[1], chunk_len, offset, starts, lengths, static=torch.compiler.is_compiling())
+    flat = [g.to(fast.start_weight[0].dtype) for g in (*gates.step, *gates.momentum, *gates.forget)]
+    state = [*fast.start_weight, *fast.start_surprise]
+    start = [] if fresh is None or starts is None else [x[0] for x in (*fresh.start_weight, *fresh.start_surprise)]
+    call = (q, k, v, flat, state, pending, offset, start, gain, lengths, starts, count, chunk_len, residual, clip)
+    inputs = [q, k, v, *flat, *state, *pending, *start, *([] if gain is None else [gain])]
+    return call, torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
+
+
+def _chunked(call: tuple[Any, ...], graded: bool, gates: Gates, depth: int, pends: bool) -> tuple[Tensor, FastWeights]:
+    if gates.channels or not (graded or torch.compiler.is_compiling()):
+        scan, carry = custom_op.open_scan(*call)
+        if graded:
+            y, after = chunked.scan_autograd(scan, carry)
+        else:
+            y, after, _ = chunked.scan_forward(scan, carry, keep=False)
+        out = custom_op.close_scan(scan, y, after, carry.old, call[0].dtype)
+    else:
+        out = custom_op.memory_scan(*call, keep=graded)
+    y, rest = out[0], out[1:]
+    weight, surprise, rest = tuple(rest[:depth]), tuple(rest[depth : 2 * depth]), rest[2 * depth :]
+    if not pends:
+        return y, FastWeights(weight, surprise)
+    inputs, errors, mix = (tuple(rest[i * depth : (i + 1) * depth]) for i in range(3))
+    return y, FastWeights(weight, surprise, PendingWrites(inputs, errors, mix, rest[3 * depth]))
+
+
+def memory_probe(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gates: Gates,
+    fast: FastWeights,
+    *,
+    gain: Tensor | None = None,
+    chunk_len: int = 64,
+    residual: bool = True,
+    clip: float = 0.0,
+    lengths: Tensor | None = None,
+    starts: Tensor | None = None,
+    fresh: FastWeights | None = None,
+) -> WriteProbe:
+    """What `memory` does with the same arguments, measured per token; without gradients."""
+    call, _ = _flat_call(q, k, v, gates, fast, gain, chunk_len, residual, clip, lengths, starts, fresh)
+    return probe_scan(*custom_op.open_scan(*call))
+
+
+def memory_read(q: Tensor, weight: tuple[Tensor, ...], *, gain: Tensor | None = None, residual: bool = True) -> Tensor:
+    """M*(q) with q [B, T, H, D] and weights [B, H, I_l, O_l]: a read that changes nothing."""
+    rows = q.transpose(1, 2).to(weight[0].dtype)
+    scale = None if gain is None else gain.to(rows.dtype).unsqueeze(1)
+    return read(list(weight), rows, scale, residual, q.dtype).transpose(1, 2).to(q.dtype)
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, gates: Gates, fast: FastWeights, chunk_len: int) -> None:
+    if chunk_len < 1:
+        raise ValueError(f"chunk_len must be at least 1, got {chunk_len}")
+    if not (q.shape == k.shape == v.shape and q.dim() == 4):
+        shapes = ", ".join(str(tuple(x.shape)) for x in (q, k, v))
+        raise ValueError(f"q, k and v must share one shape [B, T, H, D], got {shapes}")
+    batch, tokens, heads, width = q.shape
+    first, last = fast.start_weight[0], fast.start_weight[-1]
+    if first.shape[:3] != (batch, heads, width) or last.shape[3] != width:
+        raise ValueError(
+            f"the state's weights are {[tuple(w.shape) for w in fast.start_weight]}, but q {tuple(q.shape)} needs "
+            f"[{batch}, {heads}, {width}, …] to […, {width}]"
+        )
+    for name in ("step", "momentum", "forget"):
+        kind = getattr(gates, name)
+        sizes = [tuple(g.shape) for g in kind]
+        fits = len(kind) == len(fast.start_weight) and all(
+            s[:3] == (batch, tokens, heads) and s[3] in (1, w.shape[3])
+            for s, w in zip(sizes, fast.start_weight, strict=True)
+        )
+        if not fits:
+            raise ValueError(
+                f"gates.{name} must hold one [{batch}, {tokens}, {heads}, 1 or channels] per matrix, got {sizes}"
+            )

@@ -1,0 +1,364 @@
+"""One chunk of the exact parallel form: read, fold, and their hand-written gradients.
+
+Legend: N rows (batch · heads), T tokens of the call in this chunk, C slots of the chunk, L matrices of shape
+I_l × O_l. A chunk that an earlier call left unfinished has pending writes in its first slots. Gates per head have
+coefficients [N, ...], gates per channel [N, O_l, ...]. A list is always one entry per matrix.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from titanmem.ops.memory.coefficients import Coefficients
+from titanmem.ops.memory.network import (
+    Writes,
+    add_matmul_,
+    finish,
+    gelu,
+    gelu_slope,
+    inner_writes,
+    inner_writes_backward,
+    matmul,
+    norm_pullback,
+    normalise,
+)
+
+
+@dataclass(frozen=True)
+class Network:
+    """What is fixed for a whole call: the shape of M, the clip, and the dtype of matmul operands."""
+
+    gain: Tensor | None  # [N, 1, D]
+    residual: bool
+    clip: float
+    operand: torch.dtype
+
+
+@dataclass
+class Pending:
+    """The unfinished chunk of every row: its writes so far and how weight and surprise depend on them.
+
+    mix[..., 0, :] and mix[..., 1, :] give the current weight and surprise as coefficients of (start weight, start
+    surprise, write 0 … write C−1); slots that were not reached are 0.
+    """
+
+    inputs: list[Tensor]  # X_l [N, C, I_l]
+    errors: list[Tensor]  # D_l [N, C, O_l]
+    mix: list[Tensor]  # [N, 2, C + 2] or [N, O_l, 2, C + 2]
+
+
+@dataclass
+class Tokens:
+    """What a chunk's tokens bring, and the slots they take."""
+
+    q: Tensor  # [N, T, D]
+    k: Tensor
+    v: Tensor
+    step: list[Tensor]  # [N, T] or [N, O_l, T]; 0 for empty slots
+    co: list[Coefficients]
+    slots: int  # C
+    valid: Tensor | None  # [N, T] bool; None: all are real
+    place: Tensor | None  # [N, T] slot of each token; None: token t is in slot t
+
+    def seat(self, x: Tensor, axis: int) -> Tensor:
+        """Spread tokens along `axis` over the chunk's slots, zero where there is none. Axis is −1, or 1 of three."""
+        if self.valid is not None:
+            x = x * _along(self.valid, x, axis)
+        if self.place is None:
+            return x
+        shape = list(x.shape)
+        shape[axis] = self.slots
+        return x.new_zeros(shape).scatter(axis, _along(self.place, x, axis).expand_as(x), x)
+
+    def unseat(self, x: Tensor, axis: int) -> Tensor:
+        """The adjoint of `seat`: take the tokens' slots."""
+        if self.place is not None:
+            place = _along(self.place, x, axis)
+            shape = list(x.shape)
+            shape[axis] = place.shape[axis]
+            x = x.gather(axis, place.expand(shape))
+        return x if self.valid is None else x * _along(self.valid, x, axis)
+
+
+def _along(flag: Tensor, x: Tensor, axis: int) -> Tensor:
+    """Line a per-token [N, T] tensor up with `axis` of x."""
+    if axis == -1:
+        return flag.reshape(flag.shape[:1] + (1,) * (x.dim() - 2) + flag.shape[1:])
+    return flag.unsqueeze(-1)
+
+
+@dataclass
+class Tape:
+    """Everything `chunk_read` computed that folding and the backward pass need."""
+
+    writes: Writes
+    shrink: list[Tensor | None]  # clip factors [N, T], None: no clip
+    step: list[Tensor]  # clipped steps
+    inputs: list[Tensor]  # X_l of the whole chunk so far [N, C, I_l]
+    errors: list[Tensor]  # D_l [N, C, O_l]
+    share: list[tuple[Tensor, Tensor]]  # shares of start weight and start surprise per token
+    score: list[Tensor]  # Q_l X_lᵀ [N, T, C]
+    blend: list[Tensor]  # G_l [N, T, C]
+    query: list[Tensor]  # Q_l
+    before: list[Tensor]  # Y_l
+    last: list[Tensor]  # mix after the last token [N, 2, 2 + C]
+
+
+def by_token(x: Tensor, like: Tensor) -> Tensor:
+    """Line coefficients [N, T] or [N, O, T] up with rows of tokens [N, T, O]."""
+    return x.unsqueeze(-1) if x.dim() == like.dim() - 1 else x.mT
+
+
+def by_weight(x: Tensor) -> Tensor:
+    """Line coefficients [N] or [N, O] up with a matrix [N, I, O]."""
+    return x[..., None, None] if x.dim() == 1 else x.unsqueeze(1)
+
+
+def _sum_writes(score: Tensor, blend: Tensor, errors: Tensor, operand: torch.dtype) -> Tensor:
+    """Σ_i score[t, i] blend[t, i] d_i: [N, T, O]."""
+    if blend.dim() == score.dim():
+        return matmul(score * blend, errors, operand)
+    return ((score.unsqueeze(1) * blend) @ errors.mT.unsqueeze(-1)).squeeze(-1).mT
+
+
+def clip_factor(x: Tensor, d: Tensor, clip: float) -> Tensor:
+    """min(1, clip / (‖x_t‖ ‖d_t‖)): keeps every token's gradient within `clip` (equation 5)."""
+    square = x.square().sum(-1) * d.square().sum(-1)
+    return clip * torch.rsqrt(square.clamp(min=clip * clip))
+
+
+def chunk_read(
+    start: list[Tensor], surprise: list[Tensor], old: Pending | None, tokens: Tokens, net: Network
+) -> tuple[Tensor, Tape]:
+    """Outputs of the chunk's tokens. `start` and `surprise` are the state at the chunk's start, also the anchor."""
+    writes = inner_writes(start, tokens.k, tokens.v, net.gain, net.residual, net.operand)
+    tape = Tape(writes, [], [], [], [], [], [], [], [], [], [])
+    x = tokens.q
+    for index, (weight, momentum) in enumerate(zip(start, surprise, strict=True)):
+        _columns(tape, index, old, tokens, net)
+        keep, drift = tape.share[index]
+        inputs, errors, blend = tape.inputs[index], tape.errors[index], tape.blend[index]
+        x = gelu(tape.before[-1]) if index else x
+        score = matmul(x, inputs.mT, net.operand)
+        y = by_token(keep, errors) * matmul(x, weight, net.operand)
+        y = y + by_token(drift, errors) * matmul(x, momentum, net.operand)
+        tape.score.append(score)
+        tape.query.append(x)
+        tape.before.append(y - _sum_writes(score, blend, errors, net.operand))
+    return finish(tokens.q, tape.before[-1], net.gain, net.residual), tape
+
+
+def _columns(tape: Tape, index: int, old: Pending | None, tokens: Tokens, net: Network) -> None:
+    """Seat pending and new writes in the chunk's slots and put their coefficients on the tape (equations 10–13)."""
+    inputs, errors = tape.writes.inputs[index], tape.writes.errors[index]
+    co, step = tokens.co[index], tokens.step[index]
+    shrink = None
+    if net.clip > 0:
+        shrink = clip_factor(inputs, errors, net.clip)
+        step = step * (shrink if step.dim() == shrink.dim() else shrink.unsqueeze(1))
+    blend = tokens.seat(co.blend * step.unsqueeze(-2), -1)
+    carried = tokens.seat(co.carry_to[..., -1, :] * step, -1)
+    inputs, errors = tokens.seat(inputs, 1), tokens.seat(errors, 1)
+    keep, drift, carry = co.keep, co.drift, torch.zeros_like(co.carry[..., -1:])
+    carry = torch.cat([carry, co.carry[..., -1:]], -1)
+    if old is not None:
+        first_read, first_hold = old.mix[index].unbind(-2)
+        reads = keep.unsqueeze(-1) * first_read.unsqueeze(-2) + drift.unsqueeze(-1) * first_hold.unsqueeze(-2)
+        holds = co.carry[..., -1:] * first_hold
+        keep, drift, carry = reads[..., 0], reads[..., 1], holds[..., :2]
+        blend, carried = blend + reads[..., 2:], carried + holds[..., 2:]
+        inputs, errors = inputs + old.inputs[index], errors + old.errors[index]
+    read = torch.cat([keep[..., -1:], drift[..., -1:], blend[..., -1, :]], -1)
+    tape.shrink.append(shrink)
+    tape.step.append(step)
+    tape.inputs.append(inputs)
+    tape.errors.append(errors)
+    tape.blend.append(blend)
+    tape.share.append((keep, drift))
+    tape.last.append(torch.stack([read, torch.cat([carry, carried], -1)], -2))
+
+
+def fold(
+    weight: list[Tensor],
+    surprise: list[Tensor],
+    tape: Tape,
+    last: list[Tensor],
+    operand: torch.dtype,
+    into: list[Tensor] | None = None,
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Weight and surprise after the chunk (equations 14, 15), written into `into` (weights, then surprises) if given:
+    fresh memory for every chunk would cost as much as the arithmetic."""
+    depth = len(weight)
+    room: list[Tensor | None] = [None] * (2 * depth) if into is None else list(into)
+    folded = []
+    for index, (w, s) in enumerate(zip(weight, surprise, strict=True)):
+        x, d, (read, hold) = tape.inputs[index], tape.errors[index], last[index].unbind(-2)
+        new_w = torch.mul(by_weight(read[..., 1]), s, out=room[index]).addcmul_(by_weight(read[..., 0]), w)
+        new_s = torch.mul(by_weight(hold[..., 1]), s, out=room[depth + index])
+        add_matmul_(new_w, x.mT, d * by_token(read[..., 2:], d), operand, -1)
+        add_matmul_(new_s, x.mT, d * by_token(hold[..., 2:], d), operand, -1)
+        folded.append((new_w, new_s))
+    return [w for w, _ in folded], [s for _, s in folded]
+
+
+@dataclass
+class ChunkGrads:
+    """What flows through a chunk backwards. `weight` and `surprise` come in as gradients of the state after the chunk
+    (None: nothing was folded) and leave as gradients of the state before it."""
+
+    weight: list[Tensor]
+    surprise: list[Tensor]
+    last: list[Tensor]  # of `Tape.last` [N, 2, 2 + C]
+    inputs: list[Tensor]  # of X_l, all slots
+    errors: list[Tensor]  # of D_l, all slots
+
+
+def fold_backward(
+    grads: ChunkGrads,
+    weight: list[Tensor],
+    surprise: list[Tensor],
+    tape: Tape,
+    last: list[Tensor],
+    operand: torch.dtype,
+) -> list[Tensor]:
+    """Pull grads.weight and grads.surprise through `fold` in place; returns the gradients of `last`."""
+    grad_rows = []
+    for index, (w, s) in enumerate(zip(weight, surprise, strict=True)):
+        x, d, row = tape.inputs[index], tape.errors[index], last[index]
+        grad_w, grad_s = grads.weight[index], grads.surprise[index]
+        read, hold = row[:, 0, 2:].unsqueeze(-1), row[:, 1, 2:].unsqueeze(-1)
+        x_w, x_s = matmul(x, grad_w, operand), matmul(x, grad_s, operand)
+        grads.errors[index].sub_(read * x_w).sub_(hold * x_s)
+        add_matmul_(grads.inputs[index], read * d, grad_w.mT, operand, -1)
+        add_matmul_(grads.inputs[index], hold * d, grad_s.mT, operand, -1)
+        zero = torch.zeros_like(row[:, 0, 0])
+        start = torch.stack(
+            [torch.stack([_dot(w, grad_w), _dot(s, grad_w)], -1), torch.stack([zero, _dot(s, grad_s)], -1)], 1
+        )
+        slots = torch.stack([-(x_w * d).sum(-1), -(x_s * d).sum(-1)], 1)
+        grad_rows.append(torch.cat([start, slots], -1))
+        grad_s.mul_(by_weight(row[:, 1, 1])).addcmul_(grad_w, by_weight(row[:, 0, 1]))
+        grad_w.mul_(by_weight(row[:, 0, 0]))
+    return grad_rows
+
+
+def _dot(a: Tensor, b: Tensor) -> Tensor:
+    rows = a.shape[0]
+    return torch.bmm(a.reshape(rows, 1, -1), b.reshape(rows, -1, 1)).reshape(rows)
+
+
+@dataclass
+class GateGrads:
+    """Per matrix: what `coefficients_backward` needs, and the gradient of the raw step."""
+
+    step: list[Tensor]
+    blend: list[Tensor]
+    carry_last: list[Tensor]
+    keep: list[Tensor]
+    drift: list[Tensor]
+    carry_end: list[Tensor]
+    mix: list[Tensor]  # gradient of Pending.mix, empty without pending writes
+
+
+def chunk_backward(
+    grads: ChunkGrads,
+    grad_y: Tensor,
+    start: list[Tensor],
+    surprise: list[Tensor],
+    old: Pending | None,
+    tokens: Tokens,
+    tape: Tape,
+    net: Network,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, GateGrads]:
+    """Pull grad_y and `grads` back to q, k, v, gain [N, D] and the gates; adds to grads.weight, .surprise in place."""
+    grad_gain = None
+    grad = grad_y
+    if net.gain is not None:
+        unit, inv_std = normalise(tape.before[-1])
+        grad_gain = (grad_y * unit).sum(1)
+        grad = norm_pullback(unit, inv_std, net.gain * grad_y)
+    gates = GateGrads([], [], [], [], [], [], [])
+    rows: list[tuple[Tensor, Tensor, Tensor]] = []
+    for index in reversed(range(len(start))):
+        grad, row = _read_backward(grads, grad, index, start[index], surprise[index], tape, net.operand)
+        rows.insert(0, row)
+        if index:
+            grad = grad * gelu_slope(tape.before[index - 1])
+    grad_q = grad + grad_y if net.residual else grad
+
+    new_inputs = [tokens.unseat(x, 1) for x in grads.inputs]
+    new_errors = [tokens.unseat(x, 1) for x in grads.errors]
+    for index, row in enumerate(rows):
+        _coefficient_grads(gates, grads.last[index], row, index, old, tokens, tape)
+        shrink = tape.shrink[index]
+        if shrink is not None:
+            x, d = tape.writes.inputs[index], tape.writes.errors[index]
+            pull = torch.where(shrink < 1, gates.step[index] * tape.step[index], 0).unsqueeze(-1)
+            new_inputs[index] = new_inputs[index] - pull * x / x.square().sum(-1, keepdim=True).clamp(min=1e-38)
+            new_errors[index] = new_errors[index] - pull * d / d.square().sum(-1, keepdim=True).clamp(min=1e-38)
+            gates.step[index] = gates.step[index] * shrink
+    grad_k, grad_v, gain_keys = inner_writes_backward(
+        tape.writes, start, grads.weight, new_inputs, new_errors, net.gain, net.residual, net.operand
+    )
+    if grad_gain is not None and gain_keys is not None:
+        grad_gain = grad_gain + gain_keys.sum(1)
+    return grad_q, grad_k, grad_v, grad_gain, gates
+
+
+def _read_backward(
+    grads: ChunkGrads, grad: Tensor, index: int, weight: Tensor, surprise: Tensor, tape: Tape, operand: torch.dtype
+) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+    """One matrix of the query side (equations 16–18): gradients of Q_l, and of both shares and G_l."""
+    query, score, blend = tape.query[index], tape.score[index], tape.blend[index]
+    keep, drift = (x.unsqueeze(-1) for x in tape.share[index])
+    back = -matmul(grad, tape.errors[index].mT, operand)
+    grad_blend = back * score
+    grad_score = back * blend
+    add_matmul_(grads.errors[index], (score * blend).mT, grad, operand, -1)
+    add_matmul_(grads.inputs[index], grad_score.mT, query, operand)
+    from_weight, from_surprise = matmul(grad, weight.mT, operand), matmul(grad, surprise.mT, operand)
+    add_matmul_(grads.weight[index], (keep * query).mT, grad, operand)
+    add_matmul_(grads.surprise[index], (drift * query).mT, grad, operand)
+    grad_query = keep * from_weight + drift * from_surprise + matmul(grad_score, tape.inputs[index], operand)
+    return grad_query, ((from_weight * query).sum(-1), (from_surprise * query).sum(-1), grad_blend)
+
+
+def _coefficient_grads(
+    gates: GateGrads,
+    grad_last: Tensor,
+    row: tuple[Tensor, Tensor, Tensor],
+    index: int,
+    old: Pending | None,
+    tokens: Tokens,
+    tape: Tape,
+) -> None:
+    """Split the gradients of shares, G_l and the last row into what the gates and the pending mix get."""
+    grad_keep, grad_drift, grad_blend = row
+    co = tokens.co[index]
+    last = torch.zeros_like(co.keep)
+    last[..., -1] = 1
+    grad_keep = grad_keep + last * grad_last[:, 0, :1]
+    grad_drift = grad_drift + last * grad_last[:, 0, 1:2]
+    grad_blend = grad_blend + last.unsqueeze(-1) * grad_last[:, :1, 2:]
+    grad_new = tokens.unseat(grad_blend, -1).tril()
+    grad_carry = tokens.unseat(grad_last[:, 1, 2:], -1)
+    gates.step.append((grad_new * co.blend).sum(-2) + grad_carry * co.carry_to[..., -1, :])
+    gates.blend.append(grad_new)
+    gates.carry_last.append(grad_carry)
+    if old is None:
+        gates.keep.append(grad_keep)
+        gates.drift.append(grad_drift)
+        gates.carry_end.append(grad_last[:, 1, 1])
+        return
+    first_read, first_hold = old.mix[index].unbind(-2)
+    reads = torch.cat([grad_keep.unsqueeze(-1), grad_drift.unsqueeze(-1), grad_blend], -1)
+    holds = grad_last[:, 1]
+    gates.keep.append((reads * first_read.unsqueeze(-2)).sum(-1))
+    gates.drift.append((reads * first_hold.unsqueeze(-2)).sum(-1))
+    gates.carry_end.append((holds * first_hold).sum(-1))
+    to_read = (reads * co.keep.unsqueeze(-1)).sum(-2)
+    to_hold = (reads * co.drift.unsqueeze(-1)).sum(-2) + holds * co.carry[..., -1:]
+    gates.mix.append(torch.stack([to_read, to_hold], -2))

@@ -1,0 +1,269 @@
+"""`titanmem::memory_scan`: the chunked form as one node for autograd and torch.compile.
+
+Lists are flat because operators take and return flat lists of tensors: `state` is weights then surprises, `pending`
+inputs, errors, mixes and the offset. The forward returns y, the new state, what is pending, and the states that the
+backward pass starts again from.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from titanmem.ops.memory.chunk import Pending
+from titanmem.ops.memory.chunked import Carry, Scan, group_len, scan_backward, scan_forward
+from titanmem.ops.memory.plan import Plan, make_plan
+
+
+def flatten_heads(xs: list[Tensor]) -> list[Tensor]:
+    """[B, H, ...] → [B·H, ...]."""
+    return [x.flatten(0, 1) for x in xs]
+
+
+def unflatten_heads(xs: list[Tensor], heads: int) -> list[Tensor]:
+    """[B·H, ...] → [B, H, ...]."""
+    return [x.unflatten(0, (-1, heads)) for x in xs]
+
+
+def split3(xs: list[Tensor]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """A flat list of three equal parts."""
+    n = len(xs) // 3
+    return xs[:n], xs[n : 2 * n], xs[2 * n :]
+
+
+def open_scan(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gates: list[Tensor],
+    state: list[Tensor],
+    pending: list[Tensor],
+    offset: Tensor | None,
+    fresh: list[Tensor],
+    gain: Tensor | None,
+    lengths: Tensor | None,
+    starts: Tensor | None,
+    count: int,
+    chunk_len: int,
+    residual: bool,
+    clip: float,
+) -> tuple[Scan, Carry]:
+    """Lay the call out and flatten its state."""
+    plan: Plan = make_plan(q.shape[1], chunk_len, count, offset, lengths, starts, q.shape[0], q.device)
+    scan = Scan(q, k, v, gates, fresh, gain, plan, chunk_len, residual, clip, state[0].dtype)
+    depth = len(state) // 2
+    flat = flatten_heads(state)
+    old = Pending(*split3(flatten_heads(pending))) if pending else None
+    return scan, Carry(flat[:depth], flat[depth:], old, None)
+
+
+def close_scan(scan: Scan, y: Tensor, carry: Carry, old: Pending | None, dtype: torch.dtype) -> list[Tensor]:
+    """y and the state after the call as a flat list: y, weights, surprises[, inputs, errors, mixes, offset]."""
+    left = scan.finish(carry, old)
+    out = [scan.plan.to_tokens(y, scan.heads).to(dtype)]
+    out += unflatten_heads(carry.weight + carry.surprise, scan.heads)
+    if left is not None:
+        assert scan.plan.offset is not None
+        out += unflatten_heads(left.inputs + left.errors + left.mix, scan.heads)
+        out.append(scan.plan.offset)
+    return out
+
+
+@torch.library.custom_op("titanmem::memory_scan", mutates_args=())
+def memory_scan(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gates: list[Tensor],
+    state: list[Tensor],
+    pending: list[Tensor],
+    offset: Tensor | None,
+    fresh: list[Tensor],
+    gain: Tensor | None,
+    lengths: Tensor | None,
+    starts: Tensor | None,
+    count: int,
+    chunk_len: int,
+    residual: bool,
+    clip: float,
+    keep: bool,
+) -> list[Tensor]:
+    scan, carry = open_scan(
+        q, k, v, gates, state, pending, offset, fresh, gain, lengths, starts, count, chunk_len, residual, clip
+    )
+    y, after, kept = scan_forward(scan, carry, keep)
+    given = {x.data_ptr() for x in [*state, *pending, *([] if offset is None else [offset])]}
+    out = close_scan(scan, y, after, carry.old, q.dtype) + kept
+    return [x.clone() if x.data_ptr() in given else x.contiguous() for x in out]
+
+
+@memory_scan.register_fake
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gates: list[Tensor],
+    state: list[Tensor],
+    pending: list[Tensor],
+    offset: Tensor | None,
+    fresh: list[Tensor],
+    gain: Tensor | None,
+    lengths: Tensor | None,
+    starts: Tensor | None,
+    count: int,
+    chunk_len: int,
+    residual: bool,
+    clip: float,
+    keep: bool,
+) -> list[Tensor]:
+    batch, tokens, heads, _width = q.shape
+    out = [torch.empty_like(q, memory_format=torch.contiguous_format)]
+    out += [x.new_empty(x.shape) for x in state]
+    depth = len(state) // 2
+    if leaves_pending(tokens, chunk_len, offset, lengths, starts):
+        out += [w.new_empty(batch, heads, chunk_len, w.shape[2]) for w in state[:depth]]
+        out += [w.new_empty(batch, heads, chunk_len, w.shape[3]) for w in state[:depth]]
+        out += [w.new_empty(batch, heads, 2, chunk_len + 2) for w in state[:depth]]
+        out.append(q.new_empty(batch, dtype=torch.int64))
+    if keep:
+        groups = -(-count // group_len(count))
+        out += [x.new_empty(groups - 1, batch * heads, x.shape[2], x.shape[3]) for x in state]
+    return out
+
+
+def leaves_pending(
+    tokens: int, chunk_len: int, offset: Tensor | None, lengths: Tensor | None, starts: Tensor | None
+) -> bool:
+    """Whether rows may stand inside a chunk after the call, known without looking at values."""
+    if chunk_len == 1:
+        return False
+    if offset is None and lengths is None and starts is None:
+        return tokens % chunk_len != 0
+    return True
+
+
+@torch.library.custom_op("titanmem::memory_scan_backward", mutates_args=())
+def memory_scan_backward(
+    grad_y: Tensor,
+    grad_state: list[Tensor],
+    grad_pending: list[Tensor],
+    kept: list[Tensor],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gates: list[Tensor],
+    state: list[Tensor],
+    pending: list[Tensor],
+    offset: Tensor | None,
+    fresh: list[Tensor],
+    gain: Tensor | None,
+    lengths: Tensor | None,
+    starts: Tensor | None,
+    count: int,
+    chunk_len: int,
+    residual: bool,
+    clip: float,
+) -> list[Tensor]:
+    """Gradients of q, k, v, gates, state, pending, fresh, gain, in this order."""
+    scan, carry = open_scan(
+        q, k, v, gates, state, pending, offset, fresh, gain, lengths, starts, count, chunk_len, residual, clip
+    )
+    left = Pending(*split3(flatten_heads(grad_pending))) if grad_pending else None
+    flat_grad = [x.clone() for x in flatten_heads(grad_state)]  # accumulated in place
+    rows = scan.plan.to_slots(grad_y.to(state[0].dtype))
+    if scan.valid is not None:
+        rows = rows * scan.valid.unsqueeze(-1)
+    grads = scan_backward(scan, carry, kept, rows, flat_grad, left)
+
+    def back(slots: list[Tensor], like: Tensor) -> Tensor:
+        laid = torch.stack(slots)
+        laid = laid if laid.dim() == 4 else laid.unsqueeze(-1)
+        if scan.valid is not None:
+            laid = laid * scan.valid.unsqueeze(-1)
+        return scan.plan.to_tokens(laid, scan.heads).to(like.dtype)
+
+    depth = len(state) // 2
+    out = [back(grads.q, q), back(grads.k, k), back(grads.v, v)]
+    for index in range(3 * depth):
+        kind, matrix = divmod(index, depth)
+        per_chunk = (grads.step, grads.momentum, grads.keep)[kind]
+        grad = back([x[matrix] for x in per_chunk], gates[index])
+        out.append(-grad if kind == 2 else grad)
+    out += unflatten_heads(grads.weight + grads.surprise, scan.heads)
+    if grads.old is not None:
+        out += unflatten_heads(grads.old.inputs + grads.old.errors + grads.old.mix, scan.heads)
+    out += [x.unflatten(0, (-1, scan.heads)).sum(0) for x in grads.fresh]
+    if grads.gain is not None and gain is not None:
+        out.append(grads.gain.unflatten(0, (-1, scan.heads)).sum(0).to(gain.dtype))
+    return [x.contiguous() for x in out]
+
+
+@memory_scan_backward.register_fake
+def _(
+    grad_y: Tensor,
+    grad_state: list[Tensor],
+    grad_pending: list[Tensor],
+    kept: list[Tensor],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gates: list[Tensor],
+    state: list[Tensor],
+    pending: list[Tensor],
+    offset: Tensor | None,
+    fresh: list[Tensor],
+    gain: Tensor | None,
+    lengths: Tensor | None,
+    starts: Tensor | None,
+    count: int,
+    chunk_len: int,
+    residual: bool,
+    clip: float,
+) -> list[Tensor]:
+    like = [q, k, v, *gates, *state, *pending, *fresh, *([] if gain is None else [gain])]
+    return [x.new_empty(x.shape) for x in like]
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    *tensors, count, chunk_len, residual, clip, keep = inputs
+    q, k, v, gates, state, pending, offset, fresh, gain, lengths, starts = tensors
+    assert keep, "memory_scan: gradients need keep=True"
+    ctx.static = (count, chunk_len, residual, clip)
+    extra = 3 * (len(state) // 2) + 1 if leaves_pending(q.shape[1], chunk_len, offset, lengths, starts) else 0
+    kept = output[1 + len(state) + extra :]
+    ctx.sizes = (len(gates), len(state), len(pending), len(fresh), len(kept), extra)
+    ctx.save_for_backward(q, k, v, offset, gain, lengths, starts, *gates, *state, *pending, *fresh, *kept)
+    ctx.set_materialize_grads(True)
+
+
+def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
+    q, k, v, offset, gain, lengths, starts, *rest = ctx.saved_tensors
+    parts, at = [], 0
+    *sizes, extra = ctx.sizes
+    for size in sizes:
+        parts.append(rest[at : at + size])
+        at += size
+    gates, state, pending, fresh, kept = parts
+    grad_y, after = grads[0], grads[1:]
+    grad_state = after[: len(state)]
+    grad_pending = after[len(state) : len(state) + extra - 1] if extra else []
+    if grad_y is None:
+        grad_y = torch.zeros_like(q)
+    grad_state = [torch.zeros_like(s) if g is None else g for g, s in zip(grad_state, state, strict=True)]
+    if any(g is None for g in grad_pending):
+        grad_pending = []
+    out = memory_scan_backward(
+        grad_y, grad_state, list(grad_pending), kept, q, k, v, gates, state, pending, offset, fresh, gain,
+        lengths, starts, *ctx.static,
+    )  # fmt: skip
+    grad_q, grad_k, grad_v, *out = out
+    take = lambda n: [out.pop(0) for _ in range(n)]  # noqa: E731
+    grad_gates, grad_start, grad_old, grad_fresh = (take(n) for n in sizes[:4])
+    grad_gain = out.pop(0) if gain is not None else None
+    tail = (None,) * 7
+    return grad_q, grad_k, grad_v, grad_gates, grad_start, grad_old, None, grad_fresh, grad_gain, *tail
+
+
+memory_scan.register_autograd(_backward, setup_context=_setup)
