@@ -3,7 +3,8 @@
     python benchmarks/cpu_memory.py [--repeats N] [--out FILE]
 
 Forward + backward of one layer at 1 × 4096 × 384, one head, depth 2, expansion 4, weights refreshed every 64 tokens;
-then one-token decoding. Peak memory is measured in child processes, so that one layer's buffers do not count for the other.
+then one-token decoding. Peak memory is measured in child processes, so that one layer's buffers do not count for the
+other.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ class State:
                 return tuple(one(list(items)) for items in zip(*values, strict=True))
             return first
 
-        names = [f.name for f in fields(cls)]  # type: ignore[arg-type]
+        names = [f.name for f in fields(states[0])]  # type: ignore[arg-type]
         return cls(**{name: one([getattr(s, name) for s in states]) for name in names})
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Self:

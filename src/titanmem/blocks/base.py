@@ -17,7 +17,7 @@ from titanmem.config import Config, require
 from titanmem.layers.mlp import SwiGLU
 from titanmem.layers.neural_memory import MemoryConfig, NeuralMemory, Probe
 from titanmem.layers.norm import RMSNorm
-from titanmem.ops.layout import WHOLE, Layout
+from titanmem.ops.layout import Layout
 from titanmem.state import MemoryState, State, WindowState
 
 
@@ -36,7 +36,6 @@ class BlockConfig(Config):
     num_persistent: int = 128
     persistent_memory: bool = True  # the memory reads the persistent tokens before the first token
     rope_base: float = 10_000.0
-    extra: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         require(self.segment_len >= 1, f"segment_len must be at least 1, got {self.segment_len}")
@@ -47,7 +46,7 @@ class BlockConfig(Config):
 class Context:
     """What a call asks of every block."""
 
-    layout: Layout = WHOLE
+    layout: Layout = field(default_factory=Layout)
     learn: bool = True
     probe: bool = False
 
@@ -95,12 +94,12 @@ class Block(nn.Module):
         raise TypeError(f"{type(self).__name__} must say how it mixes tokens")
 
     def forward(
-        self, x: Tensor, state: State | None = None, context: Context = Context()
+        self, x: Tensor, state: State | None = None, context: Context | None = None
     ) -> tuple[Tensor, State, Probe | None]:
         """x [B, T, dim] → the same shape, the new state, and a probe if the context asks for one."""
         if state is None:
             state = self.start(x.shape[0])
-        y, state, probe = self.mix(self.norm(x), state, context)
+        y, state, probe = self.mix(self.norm(x), state, context or Context())
         x = x + y
         return x + self.mlp(self.mlp_norm(x)), state, probe
 

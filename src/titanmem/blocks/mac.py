@@ -18,17 +18,17 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear, normalize, pad, silu
+from torch.nn.functional import linear, pad, silu
 
 from titanmem.blocks.base import Block, BlockConfig, Combine, Context, MemoryPart
 from titanmem.config import require
 from titanmem.layers.neural_memory import Probe
-from titanmem.layers.norm import RMSNorm
+from titanmem.layers.norm import RMSNorm, unit_rows
 from titanmem.layers.rotary import rotate
 from titanmem.layers.window_attention import WindowAttention, contain
 from titanmem.ops.attention import Prefix, attend
 from titanmem.ops.conv import causal_conv
-from titanmem.ops.layout import WHOLE, Layout
+from titanmem.ops.layout import Layout
 from titanmem.ops.memory import memory_read
 from titanmem.ops.memory.plan import segment_walk
 from titanmem.state import ConvState, MemoryState, State
@@ -103,7 +103,7 @@ class MACBlock(Block):
         for piece in pieces:
             if piece.reset is not None and fresh is not None:
                 state = fresh.where(piece.reset, state)
-            inner = replace(context, layout=WHOLE if piece.lengths is None else Layout(piece.lengths))
+            inner = replace(context, layout=Layout(piece.lengths))
             y, state, probe = self._segment(piece.take(x), state, inner)
             outputs.append(y)
             probes.append(probe)
@@ -118,7 +118,7 @@ class MACBlock(Block):
         """Cut a call at segment borders. Known borders are slices; ragged rows and documents are gathered."""
         length, tokens = self.config.segment_len, x.shape[1]
         first: int | None = 0
-        if layout is WHOLE or (layout.lengths is None and layout.starts is None):
+        if layout.whole:
             if tokens == 1:
                 yield Piece(0, 1)
                 return
@@ -142,14 +142,18 @@ class MACBlock(Block):
         steps = torch.arange(tokens, device=x.device).unsqueeze(0)
         position = steps if segment is None else segment.offset.unsqueeze(1) + steps
 
-        recalled, tail = self._recall(x, weight, state.read, context.layout)
         plain_q, k, v = self.window.project(x)
         q, k = (rotate(y, position, self.config.rope_base) for y in (plain_q, k))
-        memory_k, memory_v = self._project_memory(recalled)
+        tail = state.read
+        if segment is not None and self._has_memory_tokens(segment):
+            memory_k, memory_v = segment.memory_keys, segment.memory_values
+        else:
+            recalled, tail = self._recall(x, weight, tail, context.layout)
+            memory_k, memory_v = self._project_memory(recalled)
         if self.queries is None:
             memory_k = rotate(memory_k, position, self.config.rope_base)
         new = SegmentState(weight, k, v, memory_k, memory_v, position.expand(batch, -1)[:, -1] + 1)
-        whole = segment is None and tokens == self.config.segment_len and context.layout is WHOLE
+        whole = segment is None and tokens == self.config.segment_len and context.layout.whole
         held = new if whole else self._append(segment, new, position, context.layout)
         y = self._attend(q, plain_q, held, position)
         y = torch.where(finite, self.window.out(y.flatten(2)), float("nan"))
@@ -159,6 +163,12 @@ class MACBlock(Block):
         real = context.layout.real(tokens)
         out = out if real is None else torch.where(real.unsqueeze(-1), out, 0)
         return out, self._close(MACState(memory, tail, None if whole else held)), probe
+
+    def _has_memory_tokens(self, segment: SegmentState) -> bool:
+        """Whether the fixed memory tokens of every row's segment were read by an earlier call."""
+        if self.queries is None or torch.compiler.is_compiling():
+            return False
+        return bool((segment.offset > 0).all())
 
     def _recall(
         self, x: Tensor, weight: tuple[Tensor, ...], tail: ConvState | None, layout: Layout
@@ -173,7 +183,7 @@ class MACBlock(Block):
             if self.read_conv is not None and tail is not None:
                 stream, tail = causal_conv(stream, self.read_conv, tail, layout)
             r = silu(stream).unflatten(-1, (c.num_heads, c.width))
-        h = memory_read(normalize(r, dim=-1), weight, gain=layer.gain, residual=c.residual)
+        h = memory_read(unit_rows(r), weight, gain=layer.gain, residual=c.residual)
         return self.read_norm(h.flatten(2)), tail
 
     def _project_memory(self, h: Tensor) -> tuple[Tensor, Tensor]:
@@ -194,16 +204,21 @@ class MACBlock(Block):
             index = place[:, :, None, None].expand_as(now)
             return pad(base, (0, 0, 0, 0, 0, 1)).scatter(1, index, now)[:, :slots]
 
-        offset = new.offset if layout.lengths is None else place.new_zeros(batch) + layout.lengths
-        if old is not None and layout.lengths is not None:
-            offset = old.offset + layout.lengths
-        fixed = self.queries is not None
+        offset = new.offset
+        if layout.lengths is not None:
+            offset = layout.lengths if old is None else old.offset + layout.lengths
+
+        def seat_memory(before: Tensor | None, now: Tensor) -> Tensor:
+            if self.queries is None:
+                return seat(before, now)
+            return torch.where((offset > 0)[:, None, None, None], now, 0)
+
         return SegmentState(
             new.weight,
             seat(old.keys if old else None, new.keys),
             seat(old.values if old else None, new.values),
-            new.memory_keys if fixed else seat(old.memory_keys if old else None, new.memory_keys),
-            new.memory_values if fixed else seat(old.memory_values if old else None, new.memory_values),
+            seat_memory(old.memory_keys if old else None, new.memory_keys),
+            seat_memory(old.memory_values if old else None, new.memory_values),
             offset,
         )
 

@@ -15,13 +15,13 @@ from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import normalize, silu
+from torch.nn.functional import silu
 
 from titanmem.config import Config, require
 from titanmem.layers.gates import TokenGates
-from titanmem.layers.norm import RMSNorm
+from titanmem.layers.norm import RMSNorm, unit_rows
 from titanmem.ops.conv import causal_conv
-from titanmem.ops.layout import WHOLE, Layout, check_mask, pack, pack_order, unpack
+from titanmem.ops.layout import Layout, check_mask, pack, pack_order, unpack
 from titanmem.ops.memory import Gates, memory, memory_probe, memory_read
 from titanmem.ops.memory.plan import token_positions
 from titanmem.state import ConvState, FastWeights, MemoryState, check_same_config
@@ -219,7 +219,7 @@ class NeuralMemory(nn.Module):
         finite writes nothing and its output is NaN.
         """
         self._check(x, state)
-        order, layout = None, WHOLE
+        order, layout = None, Layout()
         if mask is not None:
             check_mask(mask, x.shape[0], x.shape[1])
             order = pack_order(mask)
@@ -264,7 +264,7 @@ class NeuralMemory(nn.Module):
         x: Tensor,
         state: MemoryState,
         *,
-        layout: Layout = WHOLE,
+        layout: Layout | None = None,
         fresh: MemoryState | None = None,
         learn: bool = True,
         output: bool = True,
@@ -272,6 +272,7 @@ class NeuralMemory(nn.Module):
         """`forward` for rows whose real tokens come first; documents start from `fresh` (batch 1)."""
         if x.shape[1] == 0:
             return x, state
+        layout = layout or Layout()
         q, k, v, gates, conv, held, finite = self._inputs(x, state, layout, fresh)
         c, fast = self.config, state.fast
         if learn:
@@ -301,7 +302,8 @@ class NeuralMemory(nn.Module):
         held = state.held
         if held is not None:
             logits, held = self._hold(logits, held, state.fast, layout)
-        return normalize(q, dim=-1), normalize(k, dim=-1), v, self.gates.gates(logits, finite), conv, held, finite
+        gates = self.gates.gates(logits, finite)
+        return unit_rows(q), unit_rows(k), v, gates, conv, held, finite
 
     def _hold(self, logits: Tensor, held: Tensor, fast: FastWeights, layout: Layout) -> tuple[Tensor, Tensor]:
         """Gates per chunk: every token takes the logits of its chunk's first token (a mean would see the future)."""
@@ -346,11 +348,12 @@ class NeuralMemory(nn.Module):
         x: Tensor,
         state: MemoryState,
         *,
-        layout: Layout = WHOLE,
+        layout: Layout | None = None,
         fresh: MemoryState | None = None,
         learn: bool = True,
     ) -> Probe:
         """What `run` with the same arguments does to the memory, without gradients."""
+        layout = layout or Layout()
         with torch.no_grad():
             q, k, v, gates, *_ = self._inputs(x, state, layout, fresh)
             c = self.config

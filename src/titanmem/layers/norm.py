@@ -1,9 +1,16 @@
-"""RMSNorm with a learned scale, computed in at least float32."""
+"""Norms, computed in at least float32."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import normalize
+
+
+def unit_rows(x: Tensor) -> Tensor:
+    """x / ‖x‖ over the last axis, computed in at least float32; a zero row stays zero."""
+    high = x if x.dtype == torch.float64 else x.float()
+    return normalize(high, dim=-1).to(x.dtype)
 
 
 class RMSNorm(nn.Module):

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from titanmem.layers.rotary import rotate
 from titanmem.ops.attention import Prefix, window_attention
-from titanmem.ops.layout import WHOLE, Layout
+from titanmem.ops.layout import Layout
 from titanmem.ops.memory.plan import token_positions
 from titanmem.state import WindowState
 
@@ -50,10 +50,11 @@ class WindowAttention(nn.Module):
         return self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).unbind(2)
 
     def forward(
-        self, x: Tensor, state: WindowState, *, prefix: Tensor | None = None, layout: Layout = WHOLE
+        self, x: Tensor, state: WindowState, *, prefix: Tensor | None = None, layout: Layout | None = None
     ) -> tuple[Tensor, WindowState]:
         """x [B, T, dim] → the same shape. `prefix` [P, dim] tokens are seen by every row of every document."""
         tokens = x.shape[1]
+        layout = layout or Layout()
         if tokens == 0:
             return x, state
         x, finite = contain(x)

@@ -19,6 +19,7 @@ def causal_conv(
     """
     width = weight.shape[0]
     tokens = x.shape[1]
+    weight = weight.to(x.dtype)
     stream = torch.cat([state.tail.to(x.dtype), x], 1)  # entry t + K − 1 is token t
     since = layout.since_start(tokens)
     y = x * weight[-1]

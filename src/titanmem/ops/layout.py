@@ -34,8 +34,10 @@ class Layout:
         start = torch.where(self.starts, at, -1).cummax(1).values
         return torch.where(start < 0, -1, at - start)
 
-
-WHOLE = Layout()
+    @property
+    def whole(self) -> bool:
+        """Every token is real and no document begins."""
+        return self.lengths is None and self.starts is None
 
 
 def pack_order(mask: Tensor) -> Tensor:

@@ -80,7 +80,8 @@ def memory(
             residual=residual, clip=clip, lengths=lengths, starts=starts, fresh=fresh, at_border=not pends,
         )  # fmt: skip
     call, graded = _flat_call(q, k, v, gates, fast, gain, chunk_len, residual, clip, lengths, starts, fresh)
-    return _chunked(call, graded, gates, len(fast.start_weight), pends)
+    with torch.autocast(q.device.type, enabled=False):  # precision is the operation's own business
+        return _chunked(call, graded, gates, len(fast.start_weight), pends)
 
 
 def _flat_call(
@@ -147,14 +148,16 @@ def memory_probe(
 ) -> WriteProbe:
     """What `memory` does with the same arguments, measured per token; without gradients."""
     call, _ = _flat_call(q, k, v, gates, fast, gain, chunk_len, residual, clip, lengths, starts, fresh)
-    return probe_scan(*custom_op.open_scan(*call))
+    with torch.autocast(q.device.type, enabled=False):
+        return probe_scan(*custom_op.open_scan(*call))
 
 
 def memory_read(q: Tensor, weight: tuple[Tensor, ...], *, gain: Tensor | None = None, residual: bool = True) -> Tensor:
     """M*(q) with q [B, T, H, D] and weights [B, H, I_l, O_l]: a read that changes nothing."""
     rows = q.transpose(1, 2).to(weight[0].dtype)
     scale = None if gain is None else gain.to(rows.dtype).unsqueeze(1)
-    return read(list(weight), rows, scale, residual, q.dtype).transpose(1, 2).to(q.dtype)
+    with torch.autocast(q.device.type, enabled=False):
+        return read(list(weight), rows, scale, residual, q.dtype).transpose(1, 2).to(q.dtype)
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, gates: Gates, fast: FastWeights, chunk_len: int) -> None:

@@ -167,6 +167,34 @@ def memory_scan_backward(
     clip: float,
 ) -> list[Tensor]:
     """Gradients of q, k, v, gates, state, pending, fresh, gain, in this order."""
+    with torch.autocast(q.device.type, enabled=False):
+        return _backward_lists(
+            grad_y, grad_state, grad_pending, kept, q, k, v, gates, state, pending, offset, fresh, gain, lengths,
+            starts, count, chunk_len, residual, clip,
+        )  # fmt: skip
+
+
+def _backward_lists(
+    grad_y: Tensor,
+    grad_state: list[Tensor],
+    grad_pending: list[Tensor],
+    kept: list[Tensor],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gates: list[Tensor],
+    state: list[Tensor],
+    pending: list[Tensor],
+    offset: Tensor | None,
+    fresh: list[Tensor],
+    gain: Tensor | None,
+    lengths: Tensor | None,
+    starts: Tensor | None,
+    count: int,
+    chunk_len: int,
+    residual: bool,
+    clip: float,
+) -> list[Tensor]:
     scan, carry = open_scan(
         q, k, v, gates, state, pending, offset, fresh, gain, lengths, starts, count, chunk_len, residual, clip
     )

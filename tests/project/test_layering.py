@@ -1,0 +1,49 @@
+"""A folder imports only folders below it; heavy packages have one importing folder; importing is light."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import titanmem
+
+ROOT = Path(titanmem.__file__).parent
+ORDER = ["config", "state", "ops", "layers", "blocks", "models", "cli"]
+ALONE = {"matplotlib": set(), "safetensors": {"state", "models"}, "triton": set(), "transformers": set()}
+
+
+def imports():
+    for path in sorted(ROOT.rglob("*.py")):
+        folder = path.relative_to(ROOT).parts[0].removesuffix(".py")
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = []
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                names = [node.module]
+            yield from ((path, folder, name) for name in names)
+
+
+def test_folders_import_only_what_is_below_them():
+    for path, folder, name in imports():
+        parts = name.split(".")
+        if parts[0] == "titanmem" and len(parts) > 1 and folder in ORDER:
+            assert ORDER.index(parts[1]) <= ORDER.index(folder), f"{path} imports {name}"
+
+
+def test_heavy_packages_have_one_home():
+    for path, folder, name in imports():
+        package = name.split(".")[0]
+        assert folder in ALONE.get(package, {folder}), f"{path} imports {name}"
+
+
+def test_importing_needs_torch_alone():
+    code = (
+        "import sys; before = set(sys.modules); import torch; torch_brings = set(sys.modules); import titanmem; "
+        "print(sorted({m.split('.')[0] for m in set(sys.modules) - torch_brings} - {'titanmem'} "
+        "- set(sys.stdlib_module_names) - {'torch'}))"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "[]"

@@ -1,0 +1,167 @@
+"""Shared by the tests: random problems with non-zero parameters, and comparisons that raise."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+
+from titanmem import TitansConfig, TitansLM, backend
+from titanmem.ops.memory import Gates, memory
+from titanmem.state import FastWeights, State
+
+# Sums of a few thousand products, each rounded once: errors stay below 10⁵ units in the last place.
+RTOL = 1e5 * torch.finfo(torch.float64).eps
+
+
+def assert_close(actual: Iterable[Tensor], expected: Iterable[Tensor], rtol: float = RTOL) -> None:
+    """Every tensor equals its partner within `rtol` of the partner's largest entry."""
+    for index, (a, b) in enumerate(zip(actual, expected, strict=True)):
+        assert a.shape == b.shape, f"tensor {index}: shape {tuple(a.shape)} instead of {tuple(b.shape)}"
+        if b.numel() == 0:
+            continue
+        scale = max(b.abs().max().item(), 1e-30)
+        error = (a - b).abs().max().item() / scale
+        assert error <= rtol, f"tensor {index} {tuple(b.shape)}: relative error {error:.2e} > {rtol:.2e}"
+
+
+def assert_same_state(actual: State, expected: State, rtol: float = RTOL) -> None:
+    """Two states mean the same, whichever of them spells pending writes out."""
+    a, b = actual.matched(expected), expected.matched(actual)
+    assert [name for name, _ in a.tensors()] == [name for name, _ in b.tensors()]
+    assert_close((x.double() for _, x in a.tensors()), (x.double() for _, x in b.tensors()), rtol)
+
+
+@dataclass
+class Problem:
+    """Arguments of the memory operation in float64, all of them leaves that want gradients."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    gates: Gates
+    fast: FastWeights
+    gain: Tensor | None
+
+    @property
+    def leaves(self) -> list[Tensor]:
+        g, f = self.gates, self.fast
+        gain = [] if self.gain is None else [self.gain]
+        return [
+            self.q, self.k, self.v, *g.step, *g.momentum, *g.forget, *f.start_weight, *f.start_surprise, *gain
+        ]  # fmt: skip
+
+    def part(self, first: int, last: int) -> tuple[Tensor, Tensor, Tensor, Gates]:
+        cut = lambda xs: tuple(x[:, first:last] for x in xs)  # noqa: E731
+        g = self.gates
+        return *cut((self.q, self.k, self.v)), Gates(cut(g.step), cut(g.momentum), cut(g.forget))
+
+
+def make_problem(
+    batch: int = 2,
+    tokens: int = 10,
+    heads: int = 2,
+    width: int = 4,
+    hidden: int = 6,
+    depth: int = 2,
+    channels: bool = False,
+    extreme: bool = False,
+    norm: bool = True,
+    seed: int = 0,
+) -> Problem:
+    """`extreme` sets many gates to exactly 0 or exactly their upper end."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    sizes = [width, *[hidden] * (depth - 1), width]
+    shapes = list(pairwise(sizes))
+
+    def gate(top: float, shift: float) -> tuple[Tensor, ...]:
+        out = []
+        for _, o in shapes:
+            x = top * torch.sigmoid(randn(batch, tokens, heads, o if channels else 1) + shift)
+            if extreme:
+                draw = torch.rand(x.shape, generator=generator)
+                x = torch.where(draw < 0.25, 0.0, torch.where(draw > 0.75, top, x))
+            out.append(x.requires_grad_())
+        return tuple(out)
+
+    unit = lambda x: (x / x.norm(dim=-1, keepdim=True)).requires_grad_()  # noqa: E731
+    q, k = (unit(randn(batch, tokens, heads, width)) for _ in range(2))
+    v = randn(batch, tokens, heads, width).requires_grad_()
+    weight = tuple((randn(batch, heads, i, o) / i**0.5).requires_grad_() for i, o in shapes)
+    surprise = tuple((0.1 * randn(batch, heads, i, o)).requires_grad_() for i, o in shapes)
+    gain = (1 + 0.3 * randn(heads, width)).requires_grad_() if norm else None
+    return Problem(q, k, v, Gates(gate(0.3, 0), gate(1, 1), gate(1, -1)), FastWeights(weight, surprise), gain)
+
+
+def solve(
+    problem: Problem,
+    form: str,
+    chunk_len: int,
+    cuts: tuple[int, ...] = (),
+    residual: bool = True,
+    clip: float = 0.5,
+    lengths: Tensor | None = None,
+    starts: Tensor | None = None,
+    fresh: FastWeights | None = None,
+) -> list[Tensor]:
+    """Outputs, final weight and surprise, and the gradients of a random scalar of them, computed in pieces."""
+    leaves = problem.leaves + ([] if fresh is None else [*fresh.start_weight, *fresh.start_surprise])
+    fast, outputs = problem.fast, []
+    tokens = problem.q.shape[1]
+    borders = (0, *cuts, tokens)
+    with backend(memory=form):
+        for first, last in pairwise(borders):
+            y, fast = memory(
+                *problem.part(first, last), fast, gain=problem.gain, chunk_len=chunk_len, residual=residual, clip=clip,
+                lengths=None if lengths is None else (lengths - first).clamp(0, last - first),
+                starts=None if starts is None else starts[:, first:last], fresh=fresh,
+            )  # fmt: skip
+            outputs.append(y)
+    results = [torch.cat(outputs, 1), *fast.weight, *fast.surprise]
+    generator = torch.Generator().manual_seed(1)
+    total = sum((x * torch.randn(x.shape, generator=generator, dtype=x.dtype)).sum() for x in results)
+    grads = torch.autograd.grad(total, leaves, allow_unused=True)
+    zeros = [torch.zeros_like(x) if g is None else g for x, g in zip(leaves, grads, strict=True)]
+    return [x.detach() for x in results] + zeros
+
+
+def randomise(module: nn.Module, seed: int = 0) -> None:
+    """Move every parameter away from its start, gates and initial memory included."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            parameter.add_(0.2 * noise.to(parameter.dtype))
+
+
+BLOCK_CASES = ["mac", "mac-fixed", "mag", "mal", "lmm", "attention", "attention-window", "hybrid"]
+
+
+def small_model(case: str, layers: int = 2, dtype: torch.dtype = torch.float64, **changes: object) -> TitansLM:
+    """A small model with random parameters; grids that do not divide each other."""
+    settings: dict = {
+        "vocab_size": 40, "dim": 16, "num_layers": layers, "num_heads": 2, "mlp_width": 24, "window_len": 7,
+        "segment_len": 6, "num_persistent": 3, "memory": {"chunk_len": 4, "num_heads": 2, "expansion": 2},
+        "block": case,
+    }  # fmt: skip
+    if case == "mac-fixed":
+        settings |= {"block": "mac", "memory_tokens": 5}
+    elif case == "attention-window":
+        settings |= {"block": "attention", "attention_window": 5}
+    elif case == "hybrid":
+        settings |= {"block": ["mac", "attention", "lmm"], "num_layers": 3}
+    torch.manual_seed(0)
+    model = TitansLM(TitansConfig(**(settings | changes))).to(dtype)
+    randomise(model)
+    return model
+
+
+def random_ids(batch: int, tokens: int, vocab: int = 40, seed: int = 0) -> Tensor:
+    return torch.randint(0, vocab, (batch, tokens), generator=torch.Generator().manual_seed(seed))
