@@ -18,8 +18,12 @@ class Config:
         return cls(**values)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON and for comparing."""
-        return asdict(self)  # type: ignore[call-overload]
+        """Plain values, for JSON and for comparing. The same dictionary each time: do not change it."""
+        held: dict[str, Any] | None = self.__dict__.get("_plain")
+        if held is None:
+            held = asdict(self)  # type: ignore[call-overload]
+            object.__setattr__(self, "_plain", held)
+        return held
 
 
 def check_keys(values: Mapping[str, Any], known: list[str], where: str) -> None:

@@ -190,7 +190,7 @@ def _rebuild(tree: Mapping[str, Any], held: Mapping[str, Tensor], path: str) -> 
 
 def check_same_config(mine: Mapping[str, Any] | None, theirs: Mapping[str, Any] | None, verb: str, what: str) -> None:
     """Refuse a state of another config, naming every setting that differs."""
-    if mine is None or theirs is None or mine == theirs:
+    if mine is theirs or mine is None or theirs is None or mine == theirs:
         return
     names = sorted(set(mine) | set(theirs))
     wrong = [f"{n}: expected {mine.get(n)!r}, got {theirs.get(n)!r}" for n in names if mine.get(n) != theirs.get(n)]

@@ -9,6 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from support import assert_close, make_problem, solve
+from titanmem import backend
 from titanmem.ops.memory import Gates, memory, memory_probe, memory_read
 from titanmem.ops.memory.network import inner_writes
 from titanmem.state import FastWeights
@@ -132,6 +133,23 @@ def test_the_token_loop_is_bitwise_under_splits_at_chunk_borders():
     whole, split = solve(p, "reference", 4), solve(p, "reference", 4, cuts=(4, 8))
     for a, b in zip(split[:5], whole[:5], strict=True):  # outputs, weights, surprises; gradients sum in another order
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("chunk_len", [1, 4])
+@pytest.mark.parametrize("make", [{}, {"norm": False}, {"depth": 1}, {"depth": 3}, {"extreme": True}])
+def test_the_decoding_step_equals_the_token_loop_for_rows_at_different_offsets(make, chunk_len):
+    p = make_problem(tokens=14, **make)
+    with torch.no_grad():
+        how = {"gain": p.gain, "chunk_len": chunk_len, "clip": 0.5}
+        lengths = torch.tensor([3, 1])
+        _, fast = memory(*p.part(0, 3), p.fast, lengths=lengths, **how)
+        with backend(memory="reference"):
+            _, slow = memory(*p.part(0, 3), p.fast, lengths=lengths, **how)
+        for t in range(3, 14):
+            y, fast = memory(*p.part(t, t + 1), fast, **how)
+            with backend(memory="reference"):
+                expected, slow = memory(*p.part(t, t + 1), slow, **how)
+            assert_close([y, *fast.weight, *fast.surprise], [expected, *slow.weight, *slow.surprise])
 
 
 def test_no_tokens_change_nothing():

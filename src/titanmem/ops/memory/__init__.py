@@ -20,6 +20,7 @@ from titanmem.ops.memory.network import read
 from titanmem.ops.memory.plan import count_chunks
 from titanmem.ops.memory.probe import WriteProbe, probe_scan
 from titanmem.ops.memory.reference import memory_reference
+from titanmem.ops.memory.step import memory_step
 from titanmem.state import FastWeights, PendingWrites
 
 __all__ = ["Gates", "WriteProbe", "memory", "memory_probe", "memory_read"]
@@ -79,9 +80,32 @@ def memory(
             q, k, v, (gates.step, gates.momentum, gates.forget), fast, gain=gain, chunk_len=chunk_len,
             residual=residual, clip=clip, lengths=lengths, starts=starts, fresh=fresh, at_border=not pends,
         )  # fmt: skip
+    if _is_step(q, k, v, gates, fast, gain, lengths, starts):
+        kinds = (torch.cat(gates.step, -1), torch.cat(gates.momentum, -1), torch.cat(gates.forget, -1))
+        with torch.autocast(q.device.type, enabled=False):
+            return memory_step(q, k, v, kinds, fast, gain, chunk_len, residual, clip)
     call, graded = _flat_call(q, k, v, gates, fast, gain, chunk_len, residual, clip, lengths, starts, fresh)
     with torch.autocast(q.device.type, enabled=False):  # precision is the operation's own business
         return _chunked(call, graded, gates, len(fast.start_weight), pends)
+
+
+def _is_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gates: Gates,
+    fast: FastWeights,
+    gain: Tensor | None,
+    lengths: Tensor | None,
+    starts: Tensor | None,
+) -> bool:
+    """One real token per row, no gradient wanted: the form for decoding fits."""
+    if q.shape[1] != 1 or lengths is not None or starts is not None or torch.compiler.is_compiling() or gates.channels:
+        return False
+    if not torch.is_grad_enabled():
+        return True
+    given = [q, k, v, *gates.step, *gates.momentum, *gates.forget, *([] if gain is None else [gain])]
+    return not any(x.requires_grad for x in given) and not any(x.requires_grad for _, x in fast.tensors())
 
 
 def _flat_call(
