@@ -10,6 +10,7 @@ It works on any [B, T, dim] input. Legend: B batch, T tokens, H heads, D head wi
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 from typing import Any, Literal, overload
 
@@ -20,10 +21,12 @@ from torch.nn.functional import silu
 from titanmem.config import Config, require
 from titanmem.layers.gates import TokenGates
 from titanmem.layers.norm import RMSNorm, unit_rows
+from titanmem.ops.backend import choose
 from titanmem.ops.conv import causal_conv
 from titanmem.ops.layout import Layout, check_mask, pack, pack_order, unpack
 from titanmem.ops.memory import Gates, memory, memory_probe, memory_read
 from titanmem.ops.memory.plan import token_positions
+from titanmem.ops.memory.step import add_token, fold_full, with_room
 from titanmem.state import ConvState, FastWeights, MemoryState, check_same_config
 
 
@@ -126,6 +129,12 @@ PRESETS: dict[str, dict[str, Any]] = {
     "ttt-linear": {**_LINEAR, "chunk_len": 16, "forget": False, "step_max": 0.1, "step_init": 0.03},
     "ttt-mlp": {"depth": 2, "momentum": False, "forget": False, "chunk_len": 16},
 }
+
+
+@cache
+def _compiled_decode() -> Any:
+    """One compiled function for all memories of a kind: their parameters are its inputs."""
+    return torch.compile(NeuralMemory.decode, fullgraph=True, dynamic=False)
 
 
 @dataclass(frozen=True)
@@ -273,6 +282,10 @@ class NeuralMemory(nn.Module):
         if x.shape[1] == 0:
             return x, state
         layout = layout or Layout()
+        if learn and output and layout.whole and self._decodes_compiled(x):
+            fast = with_room(state.fast, self.config.chunk_len)
+            y, after = _compiled_decode()(self, x, MemoryState(fast, state.conv, state.held))
+            return y, MemoryState(fold_full(after.fast, self.config.chunk_len), after.conv, after.held, state.config)
         q, k, v, gates, conv, held, finite = self._inputs(x, state, layout, fresh)
         c, fast = self.config, state.fast
         if learn:
@@ -284,6 +297,20 @@ class NeuralMemory(nn.Module):
             y, fast, held = self._read_only(q, fast, layout, fresh, state.held)
         state = MemoryState(fast, conv, held, state.config)
         return (self._output(x, y, finite, layout) if output else x), state
+
+    def _decodes_compiled(self, x: Tensor) -> bool:
+        """One token, no gradient, and `titanmem.backend(memory="compiled")` asked for."""
+        if x.shape[1] != 1 or torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return False
+        return choose("memory") == "compiled" and self.config.gate_shape == "head"
+
+    def decode(self, x: Tensor, state: MemoryState) -> tuple[Tensor, MemoryState]:
+        """One token per row without its chunk's end: the part of `run` that torch.compile takes whole."""
+        q, k, v, gates, conv, held, finite = self._inputs(x, state, Layout(), None)
+        c = self.config
+        with torch.autocast(x.device.type, enabled=False):
+            y, fast = add_token(q, k, v, gates.stacked(), state.fast, self.gain, c.residual, c.clip)
+        return self._output(x, y, finite, Layout()), MemoryState(fast, conv, held)
 
     def _inputs(
         self, x: Tensor, state: MemoryState, layout: Layout, fresh: MemoryState | None

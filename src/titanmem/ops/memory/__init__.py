@@ -42,6 +42,10 @@ class Gates:
         """From three tensors [B, T, H, L]."""
         return Gates(*(tuple(x.split(1, -1)) for x in (step, momentum, forget)))
 
+    def stacked(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Gates per head as three tensors [B, T, H, L]."""
+        return torch.cat(self.step, -1), torch.cat(self.momentum, -1), torch.cat(self.forget, -1)
+
     @property
     def channels(self) -> bool:
         """Whether some gate differs between output channels."""
@@ -81,9 +85,8 @@ def memory(
             residual=residual, clip=clip, lengths=lengths, starts=starts, fresh=fresh, at_border=not pends,
         )  # fmt: skip
     if _is_step(q, k, v, gates, fast, gain, lengths, starts):
-        kinds = (torch.cat(gates.step, -1), torch.cat(gates.momentum, -1), torch.cat(gates.forget, -1))
         with torch.autocast(q.device.type, enabled=False):
-            return memory_step(q, k, v, kinds, fast, gain, chunk_len, residual, clip)
+            return memory_step(q, k, v, gates.stacked(), fast, gain, chunk_len, residual, clip)
     call, graded = _flat_call(q, k, v, gates, fast, gain, chunk_len, residual, clip, lengths, starts, fresh)
     with torch.autocast(q.device.type, enabled=False):  # precision is the operation's own business
         return _chunked(call, graded, gates, len(fast.start_weight), pends)

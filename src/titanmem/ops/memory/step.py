@@ -28,9 +28,27 @@ def memory_step(
     clip: float,
 ) -> tuple[Tensor, FastWeights]:
     """q, k, v [B, 1, H, D]; gates step, momentum, forget [B, 1, H, L]. No gradients."""
+    y, fast = add_token(q, k, v, gates, with_room(fast, chunk_len), gain, residual, clip)
+    return y, fold_full(fast, chunk_len)
+
+
+def add_token(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gates: tuple[Tensor, Tensor, Tensor],
+    fast: FastWeights,
+    gain: Tensor | None,
+    residual: bool,
+    clip: float,
+) -> tuple[Tensor, FastWeights]:
+    """The step without its end: the chunk may be full afterwards, which `fold_full` must then settle. It branches on
+    no value, so torch.compile takes it whole."""
+    assert fast.pending is not None
+    held = fast.pending
     weight, surprise, operand = fast.start_weight, fast.start_surprise, q.dtype
     dtype = weight[0].dtype
-    batch, depth = q.shape[0], len(weight)
+    depth = len(weight)
     both = torch.cat([k, q], 1).transpose(1, 2).to(dtype)  # [B, H, 2, D]
     key, query = both[:, :, :1], both[:, :, 1:]
     value = v.transpose(1, 2).to(dtype)
@@ -62,7 +80,6 @@ def memory_step(
     if clip > 0:
         sizes = torch.stack([x.norm(dim=(2, 3)) * d.norm(dim=(2, 3)) for x, d in zip(inputs, errors, strict=True)])
         step = step * (clip / sizes.clamp(min=clip)).unsqueeze(-1)
-    held = fast.pending or _blank(fast, chunk_len)
     mix = torch.stack(held.mix)  # [L, B, H, 2, C + 2]
     spot = held.offset[:, None, None]
     hold = momentum * mix[..., 1, :]
@@ -87,19 +104,26 @@ def memory_step(
         y = scale * layer_norm(y, [y.shape[-1]], eps=NORM_EPS)
     out = (query + y if residual else y).transpose(1, 2).to(q.dtype)
 
-    offset = held.offset + 1
     mixed = tuple(torch.stack([read, hold], -2).unbind(0))
-    state = FastWeights(weight, surprise, PendingWrites(tuple(all_inputs), tuple(all_errors), mixed, offset))
-    full = offset == chunk_len
+    pending = PendingWrites(tuple(all_inputs), tuple(all_errors), mixed, held.offset + 1)
+    return out, FastWeights(weight, surprise, pending)
+
+
+def fold_full(fast: FastWeights, chunk_len: int) -> FastWeights:
+    """Settle the rows whose chunk is full."""
+    assert fast.pending is not None
+    full = fast.pending.offset == chunk_len
     done = int(full.sum())
     if done == 0:
-        return out, state
-    settled = state.settle()
-    return out, settled if done == batch else settled.where(full, state)
+        return fast
+    settled = fast.settle()
+    return settled if done == len(full) else settled.where(full, fast)
 
 
-def _blank(fast: FastWeights, chunk_len: int) -> PendingWrites:
-    """An empty chunk."""
+def with_room(fast: FastWeights, chunk_len: int) -> FastWeights:
+    """The same state with an empty chunk spelt out where it stands at a border."""
+    if fast.pending is not None:
+        return fast
     weight = fast.start_weight
     batch, heads = weight[0].shape[:2]
     inputs = tuple(w.new_zeros(batch, heads, chunk_len, w.shape[2]) for w in weight)
@@ -108,4 +132,4 @@ def _blank(fast: FastWeights, chunk_len: int) -> PendingWrites:
     mix[..., 0, 0] = 1
     mix[..., 1, 1] = 1
     offset = torch.zeros(batch, dtype=torch.int64, device=mix.device)
-    return PendingWrites(inputs, errors, tuple(mix.unbind(0)), offset)
+    return FastWeights(weight, fast.start_surprise, PendingWrites(inputs, errors, tuple(mix.unbind(0)), offset))
