@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-import resource
 import statistics
 import subprocess
 import sys
@@ -72,9 +71,16 @@ def peak_memory(name: str) -> float:
 def child(name: str) -> None:
     layer = BUILD[name]()
     torch.randn(2048, 2048) @ torch.randn(2048, 2048)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    Path("/proc/self/clear_refs").write_text("5")  # forget the peak of imports
+    before = resident("VmRSS")
     train_step(layer)
-    print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
+    print((resident("VmHWM") - before) / 1024)
+
+
+def resident(name: str) -> int:
+    """A line of /proc/self/status in KiB (Linux)."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(name))
 
 
 def decode_times(layer: torch.nn.Module, tokens: int, chunk: int = 64) -> list[float]:

@@ -31,8 +31,18 @@ def check_keys(values: Mapping[str, Any], known: list[str], where: str) -> None:
     for key in values:
         if key not in known:
             near = difflib.get_close_matches(key, known, 1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
+            hint = f"; did you mean {near[0]!r}?" if near else "."
             raise ValueError(f"{where} has no setting {key!r}{hint} Known: {', '.join(sorted(known))}")
+
+
+def check_counts(config: object, *names: str) -> None:
+    """Raise unless the named settings are whole numbers of at least 1."""
+    for name in names:
+        value = getattr(config, name)
+        require(
+            isinstance(value, int) and not isinstance(value, bool) and value >= 1,
+            f"{name} must be a whole number of at least 1, got {value!r}",
+        )
 
 
 def require(ok: bool, message: str) -> None:

@@ -87,8 +87,9 @@ class State:
         """Bytes of all tensors."""
         return sum(x.numel() * x.element_size() for _, x in self.tensors())
 
-    def rows(self, index: Tensor | slice | Sequence[int]) -> Self:
+    def rows(self, index: Tensor | slice | Sequence[int] | int) -> Self:
         """The chosen rows, in that order."""
+        index = [index] if isinstance(index, int) else index
         picked = index if isinstance(index, slice) else torch.as_tensor(index)
         return self.map(lambda x: x[picked if isinstance(picked, slice) else picked.to(x.device)])
 
@@ -121,6 +122,8 @@ class State:
 
     def where(self, flag: Tensor, other: Self) -> Self:
         """Row by row: this state where flag [B] is set, else `other`."""
+        if not torch.compiler.is_compiling():
+            check_same_config(getattr(self, "config", None), getattr(other, "config", None), "mix rows", "other state")
         mine, theirs = self.matched(other), other.matched(self)
 
         def choose(xs: list[Tensor]) -> Tensor:
@@ -134,6 +137,7 @@ class State:
 
         held = {name: x.detach().cpu().contiguous().clone() for name, x in self.tensors()}
         target = Path(path)
+        target.parent.mkdir(parents=True, exist_ok=True)
         aside = target.with_name(target.name + ".part")
         about = {"format": FORMAT, "version": str(VERSION), "tree": json.dumps(_describe(self))}
         save_file(held, aside, metadata=about)
@@ -301,7 +305,7 @@ class MemoryState(State):
 
     @property
     def surprise(self) -> tuple[Tensor, ...]:
-        """The running surprise now."""
+        """The running surprise (momentum) now; a `Probe` has each token's own."""
         return self.fast.surprise
 
 

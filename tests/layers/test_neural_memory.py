@@ -161,7 +161,7 @@ def test_mistakes_are_explained():
         (lambda: mem(x, mem(x[:1])[1]), "the state holds 1 rows, x has 2"),
         (lambda: mem(x, build(chunk_len=8)(x)[1]), "chunk_len: expected 4, got 8"),
         (lambda: mem(x, "state"), "must be a MemoryState or None, got str"),
-        (lambda: NeuralMemory(dim=12, chunk_len=0), "chunk_len must be at least 1, got 0"),
+        (lambda: NeuralMemory(dim=12, chunk_len=0), "chunk_len must be a whole number of at least 1, got 0"),
         (lambda: NeuralMemory(dim=12, num_heads=5), "does not divide"),
         (lambda: NeuralMemory(dim=12, chunk_length=5), "did you mean 'chunk_len'"),
         (lambda: MemoryConfig.preset("delta-rule", 12), "known: titans"),
@@ -204,3 +204,41 @@ def test_a_state_survives_saving(tmp_path):
     loaded = MemoryState.load(tmp_path / "user.safetensors")
     assert_same_state(loaded, state, 0)
     assert torch.equal(mem(x, loaded)[0], mem(x, state)[0])
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e20, 1e35])
+def test_a_bad_token_reaches_no_other_token_no_state_and_no_gradient(bad):
+    mem = build().float()
+    x = inputs(tokens=9).float()
+    x[0, 5] *= bad
+    masked = torch.ones(2, 9, dtype=torch.bool)
+    masked[0, 5] = False
+    for mask in (None, masked):
+        y, state = mem(x, mask=mask)
+        kept = torch.isfinite(y).all(-1)
+        assert kept.sum() == (18 if mask is not None else 17)
+        assert all(torch.isfinite(t).all() for _, t in state.tensors())
+        mem.zero_grad()
+        y[kept].sum().backward()
+        assert all(torch.isfinite(p.grad).all() for p in mem.parameters())
+
+
+def test_a_large_token_keeps_the_memory_bounded():
+    mem, x = build().float(), inputs(tokens=9).float()
+    x[0, 5] *= 1e12
+    y, state = mem(x)
+    assert torch.isfinite(y).all()
+    assert all(torch.isfinite(t).all() for _, t in state.tensors())
+
+
+def test_a_zero_token_has_a_tame_gradient():
+    mem, x = build(output_gate=False), inputs(tokens=4)
+    x[0, 0] = 0
+    x.requires_grad_()
+    mem(x)[0].sum().backward()
+    assert x.grad.abs().max() < 1e8
+
+
+def test_probing_no_tokens_is_empty():
+    _, _, probe = build()(inputs()[:, :0], probe=True)
+    assert probe.surprise.shape == (2, 0, 2, 2)

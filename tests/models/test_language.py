@@ -108,6 +108,26 @@ def test_documents_and_padding_together(case):
 
 
 @every_block
+def test_a_batch_without_a_real_token_changes_nothing(case):
+    model, ids = small_model(case), random_ids(2, 9)
+    _, state = model(ids)
+    nothing = torch.zeros(2, 9, dtype=torch.bool)
+    for before in (None, state):
+        logits, after, probes = model(ids, before, mask=nothing, probe=True)
+        assert (logits == 0).all()
+        assert len(probes) == len(model.blocks)
+        assert_close([model(ids, after)[0]], [model(ids, before)[0]])
+
+
+@pytest.mark.parametrize("case", ["mac", "mag", "mal", "lmm"])
+def test_frozen_probes_see_no_change_even_at_a_document_start(case):
+    model, ids = small_model(case), random_ids(2, 12)
+    documents = torch.arange(12).expand(2, -1) // 5
+    _, _, probes = model(ids, documents=documents, learn=False, probe=True)
+    assert all((p.change == 0).all() and (p.loss > 0).all() for p in probes)
+
+
+@every_block
 def test_every_parameter_gets_a_gradient(case):
     model = small_model(case)
     logits, _ = model(random_ids(2, 15))
@@ -258,6 +278,16 @@ def test_a_model_survives_saving(tmp_path):
         TitansLM.load(tmp_path)
 
 
+def test_memory_settings_are_merged_and_presets_fit_in():
+    config = TitansConfig.from_name("mag-tiny", memory={"depth": 1}).memory_config()
+    assert (config.depth, config.chunk_len, config.expansion) == (1, 16, 2)
+    preset = titanmem.MemoryConfig.preset("gated-delta", 16, num_heads=2)
+    model = TitansLM(TitansConfig(40, 16, 1, 2, block="lmm", memory=preset))
+    assert model.config.memory_config() == preset
+    assert TitansConfig.from_dict(model.config.to_dict()) == model.config
+    assert torch.isfinite(model(random_ids(1, 9))[0]).all()
+
+
 def test_mistakes_are_explained():
     model, ids = small_model("mac"), random_ids(2, 5)
     other = small_model("mac", segment_len=9)
@@ -268,7 +298,8 @@ def test_mistakes_are_explained():
         (lambda: model(ids + 40), "check that the tokenizer belongs to this model"),
         (lambda: model(ids[:0]), "batch of 0 rows"),
         (lambda: model(ids, mask=torch.ones(2, 4, dtype=torch.bool)), "mask must be a bool tensor"),
-        (lambda: model(ids, documents=ids[:, :3]), "documents must have the shape of ids"),
+        (lambda: model(ids, documents=ids[:, :3]), "documents must be integers of the shape of ids"),
+        (lambda: model(ids, documents=ids - 99), "document ids must not be negative"),
         (lambda: model(ids, model(ids[:1])[1]), "the state holds 1 rows, ids has 2"),
         (lambda: model(ids, other(ids)[1]), "segment_len: expected 6, got 9"),
         (lambda: TitansConfig(40, 16, 2, 2, block="mad"), "unknown block 'mad'; known: mac"),
@@ -276,6 +307,9 @@ def test_mistakes_are_explained():
         (lambda: TitansConfig(40, 15, 2, 2), "attention heads of even width"),
         (lambda: TitansConfig(40, 16, 2, 2, memory={"chunklen": 3}), "did you mean 'chunk_len'"),
         (lambda: TitansConfig.from_name("mac-3b"), "unknown model 'mac-3b'"),
+        (lambda: TitansConfig(40, 16, 2, 2, mlp_width=0), "mlp_width must be a whole number of at least 1, got 0"),
+        (lambda: TitansConfig(40, 16, 2, 2, memory={"depth": 1.5}), "depth must be a whole number"),
+        (lambda: model.generate(ids.tolist()), r"use torch\.tensor"),
     ]
     for call, text in cases:
         with pytest.raises(ValueError, match=text):

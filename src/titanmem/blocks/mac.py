@@ -22,10 +22,11 @@ from torch.nn.functional import linear, pad, silu
 
 from titanmem.blocks.base import Block, BlockConfig, Combine, Context, MemoryPart
 from titanmem.config import require
+from titanmem.layers.contain import contain
 from titanmem.layers.neural_memory import Probe
 from titanmem.layers.norm import RMSNorm, unit_rows
 from titanmem.layers.rotary import rotate
-from titanmem.layers.window_attention import WindowAttention, contain
+from titanmem.layers.window_attention import WindowAttention
 from titanmem.ops.attention import Prefix, attend
 from titanmem.ops.conv import causal_conv
 from titanmem.ops.layout import Layout

@@ -28,6 +28,8 @@ def run(arguments: argparse.Namespace) -> int:
     from titanmem.models.language import TitansLM
     from titanmem.state import ModelState
 
+    if (arguments.device or "cpu").startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError(f"--device {arguments.device}: this torch finds no GPU; use --device cpu")
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     model = TitansLM.load(arguments.model, device).eval()
     if model.config.vocab_size != 256:
@@ -48,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
         repetition_penalty=arguments.repetition_penalty, stop=arguments.stop, seed=arguments.seed,
     ):  # fmt: skip
         writer.write(int(step.ids))
-    print()
+    writer.finish()
     if arguments.save_state:
         if step is None:
             raise ValueError("--save-state needs at least one generated token; raise --tokens")
@@ -70,3 +72,6 @@ class ByteWriter:
     def write(self, byte: int) -> None:
         sys.stdout.write(self.decoder.decode(bytes([byte])))
         sys.stdout.flush()
+
+    def finish(self) -> None:
+        print(self.decoder.decode(b"", final=True))

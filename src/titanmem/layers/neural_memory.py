@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
-from titanmem.config import Config, require
+from titanmem.config import Config, check_counts, require
+from titanmem.layers.contain import LIMIT, contain
 from titanmem.layers.gates import TokenGates
 from titanmem.layers.norm import RMSNorm, unit_rows
 from titanmem.ops.backend import choose
@@ -58,15 +59,14 @@ class MemoryConfig(Config):
     output_gate: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("dim", "num_heads", "depth", "chunk_len", "conv_width"):
-            require(getattr(self, name) >= 1, f"{name} must be at least 1, got {getattr(self, name)}")
+        check_counts(self, "dim", "num_heads", "depth", "chunk_len", "conv_width")
         if self.head_dim is None:
             require(
                 self.dim % self.num_heads == 0,
                 f"dim={self.dim} does not divide into num_heads={self.num_heads}; change one or give head_dim",
             )
             object.__setattr__(self, "head_dim", self.dim // self.num_heads)
-        require(self.width >= 1, f"head_dim must be at least 1, got {self.head_dim}")
+        check_counts(self, "head_dim")
         require(self.hidden >= 1, f"expansion={self.expansion} leaves no hidden unit at head_dim={self.head_dim}")
         require(self.gate_shape in ("head", "channel"), f"gate_shape is 'head' or 'channel', got {self.gate_shape!r}")
         require(self.gate_span in ("token", "chunk"), f"gate_span is 'token' or 'chunk', got {self.gate_span!r}")
@@ -224,8 +224,8 @@ class NeuralMemory(nn.Module):
         """Read x [B, T, dim], writing each token into the memory before reading it back.
 
         `mask` [B, T] bool: False tokens neither write nor move the state, and their output is 0. `learn=False` reads
-        only: the weights stay. Returns y [B, T, dim], the new state and, with `probe`, a `Probe`. A token that is not
-        finite writes nothing and its output is NaN.
+        only: weights and surprise stay, the convolution moves on. Returns y [B, T, dim], the new state and, with
+        `probe`, a `Probe`. A token that is not finite writes nothing and its output is NaN.
         """
         self._check(x, state)
         order, layout = None, Layout()
@@ -243,7 +243,8 @@ class NeuralMemory(nn.Module):
         return (y, state, seen) if probe else (y, state)
 
     def retrieve(self, x: Tensor, state: MemoryState) -> Tensor:
-        """Read the memory with x [B, T, dim]; changes nothing."""
+        """Read the memory with x [B, T, dim] as its next tokens; changes nothing. Queries go through the convolution,
+        so the first three also see the stream's last inputs."""
         return self(x, state, learn=False)[0]
 
     def start(self, batch: int, prefix: Tensor | None = None) -> MemoryState:
@@ -317,15 +318,14 @@ class NeuralMemory(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor, Gates, ConvState | None, Tensor | None, Tensor]:
         """q, k, v [B, T, H, D], gates, the new convolution state and held gates, and which tokens are finite."""
         c = self.config
-        streams = self.qkv(x)
-        finite = torch.isfinite(streams).all(-1, keepdim=True)
-        streams = torch.where(finite, streams, 0)
+        x, finite = contain(x)
+        streams = self.qkv(x).clamp(-LIMIT, LIMIT)
         conv = state.conv
         if self.conv is not None:
             assert conv is not None
             streams, conv = causal_conv(streams, self.conv, conv, layout, None if fresh is None else fresh.conv)
         q, k, v = silu(streams).unflatten(-1, (3, c.num_heads, c.width)).unbind(2)
-        logits = self.gates(torch.where(finite, x, 0))
+        logits = self.gates(x)
         held = state.held
         if held is not None:
             logits, held = self._hold(logits, held, state.fast, layout)
@@ -365,7 +365,7 @@ class NeuralMemory(nn.Module):
     def _output(self, x: Tensor, y: Tensor, finite: Tensor, layout: Layout) -> Tensor:
         heads = self.norm(y.flatten(2))
         if self.gate is not None:
-            heads = heads * silu(self.gate(torch.where(finite, x, 0)))
+            heads = heads * silu(self.gate(contain(x)[0]))
         out = torch.where(finite, self.out(heads), float("nan"))
         real = layout.real(x.shape[1])
         return out if real is None else torch.where(real.unsqueeze(-1), out, 0)
@@ -381,18 +381,18 @@ class NeuralMemory(nn.Module):
     ) -> Probe:
         """What `run` with the same arguments does to the memory, without gradients."""
         layout = layout or Layout()
+        if x.shape[1] == 0:
+            shape = (x.shape[0], 0, self.config.num_heads, self.config.depth)
+            return Probe(x.new_zeros(shape[:3]), *(x.new_zeros(shape) for _ in range(5)))
         with torch.no_grad():
             q, k, v, gates, *_ = self._inputs(x, state, layout, fresh)
             c = self.config
-            if not learn:
-                zero = tuple(torch.zeros_like(g) for g in gates.step)
-                one = tuple(torch.ones_like(g) for g in gates.step)
-                gates = Gates(zero, one, zero)
-                state = MemoryState(
-                    FastWeights(state.weight, tuple(torch.zeros_like(w) for w in state.weight)), None, None, None
-                )
+            fast = state.fast
+            if not learn:  # gates of 0 keep the weights
+                still = tuple(torch.zeros_like(g) for g in gates.step)
+                gates, fast = Gates(still, still, still), fast.settle()
             seen = memory_probe(
-                q, k, v, gates, state.fast, gain=self.gain, chunk_len=c.chunk_len, residual=c.residual, clip=c.clip,
+                q, k, v, gates, fast, gain=self.gain, chunk_len=c.chunk_len, residual=c.residual, clip=c.clip,
                 lengths=layout.lengths, starts=layout.starts, fresh=None if fresh is None else fresh.fast,
             )  # fmt: skip
             means = [torch.stack([g.mean(-1) for g in kind], -1) for kind in (gates.step, gates.momentum, gates.forget)]
@@ -412,7 +412,11 @@ class NeuralMemory(nn.Module):
             raise ValueError(
                 "x has a batch of 0 rows, expected at least 1; drop the call when there is nothing to read"
             )
-        if not x.is_floating_point() or (x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type)):
+        if not x.is_floating_point():
+            raise ValueError(
+                f"x is {x.dtype}, expected {weight.dtype}; embed tokens or convert with x.to({weight.dtype})"
+            )
+        if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
             raise ValueError(
                 f"x is {x.dtype}, the memory's parameters are {weight.dtype}; "
                 f"convert with x.to({weight.dtype}) or mem.to(x.dtype)"

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import normalize
 
 
 def unit_rows(x: Tensor) -> Tensor:
-    """x / ‖x‖ over the last axis, computed in at least float32; a zero row stays zero."""
+    """x / sqrt(‖x‖² + eps) over the last axis, computed in at least float32; a zero row stays zero, with a gradient."""
     high = x if x.dtype == torch.float64 else x.float()
-    return normalize(high, dim=-1).to(x.dtype)
+    return (high * torch.rsqrt(high.square().sum(-1, keepdim=True) + 1e-6)).to(x.dtype)
 
 
 class RMSNorm(nn.Module):

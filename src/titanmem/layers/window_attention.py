@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from titanmem.layers.contain import contain
 from titanmem.layers.rotary import rotate
 from titanmem.ops.attention import Prefix, window_attention
 from titanmem.ops.layout import Layout
@@ -109,9 +110,3 @@ class WindowAttention(nn.Module):
         assert layout.lengths is not None
         last = position.gather(1, (layout.lengths - 1).clamp(min=0).unsqueeze(1)).squeeze(1)
         return torch.where(layout.lengths > 0, last + 1, state.position)
-
-
-def contain(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Zero the tokens that are not finite, so that they reach no other token; also say which are [B, T, 1]."""
-    finite = torch.isfinite(x).all(-1, keepdim=True)
-    return torch.where(finite, x, 0), finite

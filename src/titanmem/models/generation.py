@@ -1,7 +1,7 @@
 """Generation: the model's own forward, one token at a time, from prompts of any length.
 
-`stream` yields tokens as they come; `generate` collects them. Rows are independent: each draws from its own random
-stream, so a row's text does not depend on the batch it is in.
+`stream` yields tokens as they come; `generate` collects them. Rows are independent: row i draws from a random stream of
+its own, seeded with seed + i, so its text does not depend on the other rows.
 """
 
 from __future__ import annotations
@@ -96,6 +96,7 @@ def stream(
     how = Sampling.from_dict(settings)
     require(max_new_tokens >= 0, f"max_new_tokens must not be negative, got {max_new_tokens}")
     require(not how.stop or decode is not None, "stop strings need decode=, a function from ids to text")
+    model._check(ids, state, mask, None)
     require(ids.shape[1] > 0, "the prompt is empty; give at least one token (for instance a start token)")
     if mask is not None:
         require(bool(mask.any(1).all()), "every prompt needs at least one real token, but a row of mask is all False")

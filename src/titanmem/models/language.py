@@ -6,7 +6,7 @@ Legend: B batch, T tokens, V vocabulary.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, overload
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from titanmem.blocks import BLOCKS, Block, BlockConfig
 from titanmem.blocks.base import Context
-from titanmem.config import Config, check_keys, require
+from titanmem.config import Config, check_counts, check_keys, require
 from titanmem.layers.neural_memory import MemoryConfig, Probe
 from titanmem.layers.norm import RMSNorm
 from titanmem.models import generation
@@ -28,8 +28,10 @@ MEMORY_HEAD = 64  # width of a memory head where the model's width allows it
 
 @dataclass(frozen=True)
 class TitansConfig(Config):
-    """A language model. `block` is one name for all layers or a list of one per layer; `memory` overrides settings of
-    `MemoryConfig`, for instance memory={"depth": 1, "chunk_len": 16}."""
+    """A language model. `block` is one name for all layers or a list of one per layer. `memory` overrides settings of
+    `MemoryConfig`, for instance memory={"depth": 1, "chunk_len": 16}, or is a whole MemoryConfig such as a preset.
+    Memory heads are 64 wide where 64 divides dim, apart from the attention's `num_heads`; memory={"num_heads": …}
+    changes that."""
 
     vocab_size: int
     dim: int
@@ -37,7 +39,7 @@ class TitansConfig(Config):
     num_heads: int
     block: str | Sequence[str] = "mac"
     mlp_width: int | None = None  # default: 8/3 · dim, rounded up to a multiple of 64
-    memory: dict[str, Any] = field(default_factory=dict)
+    memory: dict[str, Any] | MemoryConfig = field(default_factory=dict)
     window_len: int | None = 2048  # MAG and MAL
     attention_window: int | None = None  # plain attention blocks; None: full
     segment_len: int = 512  # MAC
@@ -48,8 +50,7 @@ class TitansConfig(Config):
     tie_embeddings: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "dim", "num_layers", "num_heads"):
-            require(getattr(self, name) >= 1, f"{name} must be at least 1, got {getattr(self, name)}")
+        check_counts(self, "vocab_size", "dim", "num_layers", "num_heads", "segment_len")
         require(
             self.dim % self.num_heads == 0 and (self.dim // self.num_heads) % 2 == 0,
             f"dim={self.dim} must divide into num_heads={self.num_heads} attention heads of even width",
@@ -62,7 +63,13 @@ class TitansConfig(Config):
             object.__setattr__(self, "block", names)
         if self.mlp_width is None:
             object.__setattr__(self, "mlp_width", -(-self.dim * 8 // 3 // 64) * 64)
+        check_counts(self, "mlp_width", *(() if self.memory_tokens is None else ("memory_tokens",)))
         known = set(MemoryConfig.__dataclass_fields__) - {"dim", "output_gate"}
+        if isinstance(self.memory, MemoryConfig):
+            require(self.memory.dim == self.dim, f"the memory has dim={self.memory.dim}, the model dim={self.dim}")
+            plain = {name: value for name, value in self.memory.to_dict().items() if name in known}
+            object.__setattr__(self, "memory", plain)
+        assert isinstance(self.memory, dict)
         check_keys(self.memory, sorted(known), "TitansConfig.memory")
         self.memory_config()
 
@@ -73,6 +80,7 @@ class TitansConfig(Config):
 
     def memory_config(self) -> MemoryConfig:
         """Settings of every memory in the model: heads 64 wide where dim allows it."""
+        assert isinstance(self.memory, dict)
         heads = {"num_heads": self.dim // MEMORY_HEAD if self.dim % MEMORY_HEAD == 0 else self.num_heads}
         return MemoryConfig.from_dict({"dim": self.dim, **heads, **self.memory})
 
@@ -98,7 +106,15 @@ class TitansConfig(Config):
         """A named size such as "mac-340m" or "lmm-tiny"; "mac-340m-chunk16" has the paper's chunk length."""
         from titanmem.models.sizes import named_config
 
-        return replace(named_config(name), **changes)
+        return named_config(name).change(**changes)
+
+    def change(self, **changes: Any) -> TitansConfig:
+        """A config with other settings; `memory` settings are merged into those there are."""
+        check_keys(changes, list(self.__dataclass_fields__), "TitansConfig")
+        if isinstance(changes.get("memory"), dict):
+            assert isinstance(self.memory, dict)
+            changes["memory"] = {**self.memory, **changes["memory"]}
+        return replace(self, **changes)
 
 
 class TitansLM(nn.Module):
@@ -198,6 +214,10 @@ class TitansLM(nn.Module):
         and mask= for prompts of different lengths, state= to go on from."""
         return generation.generate(self, ids, max_new_tokens, **settings)
 
+    def stream(self, ids: Tensor, max_new_tokens: int = 64, **settings: Any) -> Iterator[generation.Step]:
+        """Like `generate`, token by token: each step has the new ids [B] and the state before them."""
+        return generation.stream(self, ids, max_new_tokens, **settings)
+
     def save(self, folder: str | Path) -> None:
         """Write config.json and model.safetensors."""
         from safetensors.torch import save_file
@@ -212,7 +232,7 @@ class TitansLM(nn.Module):
 
     @staticmethod
     def load(folder: str | Path, device: torch.device | str = "cpu", **changes: Any) -> TitansLM:
-        """Read what `save` wrote. `changes` override settings of the config; another chunk_len warns."""
+        """Read what `save` wrote. `changes` override settings, as in `TitansConfig.change`; another chunk_len warns."""
         from safetensors.torch import load_file
 
         path = Path(folder)
@@ -220,16 +240,20 @@ class TitansLM(nn.Module):
             if not (path / name).exists():
                 raise FileNotFoundError(f"{path} has no {name}; expected a folder written by TitansLM.save")
         saved = TitansConfig.from_dict(json.loads((path / "config.json").read_text()))
-        config = replace(saved, **changes)
-        model = TitansLM(config)
+        config = saved.change(**changes)
         _warn_other_chunk(saved, config)
         held = load_file(path / "model.safetensors")
+        model = TitansLM(config).to(held["embedding.weight"].dtype)
         if config.tie_embeddings:
             held["head.weight"] = held["embedding.weight"]
         model.load_state_dict(held)
         return model.to(device)
 
     def _check(self, ids: Tensor, state: ModelState | None, mask: Tensor | None, documents: Tensor | None) -> None:
+        if not isinstance(ids, Tensor):
+            raise ValueError(
+                f"ids must be an int64 tensor [batch, tokens], got {type(ids).__name__}; use torch.tensor(ids)"
+            )
         if ids.dim() != 2 or ids.dtype not in (torch.int64, torch.int32):
             raise ValueError(f"ids must be an int64 tensor [batch, tokens], got {ids.dtype} {list(ids.shape)}")
         if ids.shape[0] == 0:
@@ -243,8 +267,18 @@ class TitansLM(nn.Module):
                 )
         if mask is not None:
             check_mask(mask, *ids.shape)
-        if documents is not None and documents.shape != ids.shape:
-            raise ValueError(f"documents must have the shape of ids {list(ids.shape)}, got {list(documents.shape)}")
+        if documents is not None and (documents.shape != ids.shape or documents.is_floating_point()):
+            raise ValueError(
+                f"documents must be integers of the shape of ids {list(ids.shape)}, got {documents.dtype} "
+                f"{list(documents.shape)}"
+            )
+        if (
+            documents is not None
+            and not torch.compiler.is_compiling()
+            and documents.numel()
+            and int(documents.min()) < 0
+        ):
+            raise ValueError(f"document ids must not be negative, got {int(documents.min())}; number them from 0")
         if state is None:
             return
         if not isinstance(state, ModelState):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from titanmem.ops.memory.chunk import Pending
-from titanmem.ops.memory.chunked import Carry, Scan, group_len, scan_backward, scan_forward
+from titanmem.ops.memory.chunked import Carry, Scan, ScanGrads, group_len, scan_backward, scan_forward
 from titanmem.ops.memory.plan import Plan, make_plan
 
 
@@ -168,42 +168,22 @@ def memory_scan_backward(
 ) -> list[Tensor]:
     """Gradients of q, k, v, gates, state, pending, fresh, gain, in this order."""
     with torch.autocast(q.device.type, enabled=False):
-        return _backward_lists(
-            grad_y, grad_state, grad_pending, kept, q, k, v, gates, state, pending, offset, fresh, gain, lengths,
-            starts, count, chunk_len, residual, clip,
-        )  # fmt: skip
+        scan, carry = open_scan(
+            q, k, v, gates, state, pending, offset, fresh, gain, lengths, starts, count, chunk_len, residual, clip
+        )
+        left = Pending(*split3(flatten_heads(grad_pending))) if grad_pending else None
+        into = [x.clone() for x in flatten_heads(grad_state)]  # accumulated in place
+        rows = scan.plan.to_slots(grad_y.to(state[0].dtype))
+        if scan.valid is not None:
+            rows = rows * scan.valid.unsqueeze(-1)
+        grads = scan_backward(scan, carry, kept, rows, into, left)
+        return _gradient_list(scan, grads, [q, k, v], gates, gain)
 
 
-def _backward_lists(
-    grad_y: Tensor,
-    grad_state: list[Tensor],
-    grad_pending: list[Tensor],
-    kept: list[Tensor],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    gates: list[Tensor],
-    state: list[Tensor],
-    pending: list[Tensor],
-    offset: Tensor | None,
-    fresh: list[Tensor],
-    gain: Tensor | None,
-    lengths: Tensor | None,
-    starts: Tensor | None,
-    count: int,
-    chunk_len: int,
-    residual: bool,
-    clip: float,
+def _gradient_list(
+    scan: Scan, grads: ScanGrads, qkv: list[Tensor], gates: list[Tensor], gain: Tensor | None
 ) -> list[Tensor]:
-    scan, carry = open_scan(
-        q, k, v, gates, state, pending, offset, fresh, gain, lengths, starts, count, chunk_len, residual, clip
-    )
-    left = Pending(*split3(flatten_heads(grad_pending))) if grad_pending else None
-    flat_grad = [x.clone() for x in flatten_heads(grad_state)]  # accumulated in place
-    rows = scan.plan.to_slots(grad_y.to(state[0].dtype))
-    if scan.valid is not None:
-        rows = rows * scan.valid.unsqueeze(-1)
-    grads = scan_backward(scan, carry, kept, rows, flat_grad, left)
+    """Gradients back in the layout of the arguments."""
 
     def back(slots: list[Tensor], like: Tensor) -> Tensor:
         laid = torch.stack(slots)
@@ -212,12 +192,11 @@ def _backward_lists(
             laid = laid * scan.valid.unsqueeze(-1)
         return scan.plan.to_tokens(laid, scan.heads).to(like.dtype)
 
-    depth = len(state) // 2
-    out = [back(grads.q, q), back(grads.k, k), back(grads.v, v)]
-    for index in range(3 * depth):
+    out = [back(slots, x) for slots, x in zip((grads.q, grads.k, grads.v), qkv, strict=True)]
+    depth = len(gates) // 3
+    for index, gate in enumerate(gates):
         kind, matrix = divmod(index, depth)
-        per_chunk = (grads.step, grads.momentum, grads.keep)[kind]
-        grad = back([x[matrix] for x in per_chunk], gates[index])
+        grad = back([x[matrix] for x in (grads.step, grads.momentum, grads.keep)[kind]], gate)
         out.append(-grad if kind == 2 else grad)
     out += unflatten_heads(grads.weight + grads.surprise, scan.heads)
     if grads.old is not None:

@@ -89,61 +89,122 @@ def make_plan(
     leading tokens of each row are real; `starts` [B, T] where documents begin; `count` from `count_chunks`."""
     if offset is None and lengths is None and starts is None:
         return _plan_whole(tokens, chunk_len, count, batch, device)
-    at = torch.arange(tokens, device=device)
-    real = None if lengths is None else at < lengths.unsqueeze(1)
     before = torch.zeros(batch, dtype=torch.int64, device=device) if offset is None else offset
-    begins = torch.zeros(batch, tokens, dtype=torch.bool, device=device) if starts is None else starts
-    position, chunk = _walk(begins, before, chunk_len, at)
-    after = before
-    if tokens:
-        final = position.gather(1, (_length(lengths, tokens, batch, device) - 1).clamp(min=0).unsqueeze(1)).squeeze(1)
-        after = torch.where(_length(lengths, tokens, batch, device) > 0, (final + 1) % chunk_len, before)
-    inside = count == 1 and starts is None and offset is not None  # nobody crosses a border: no empty slots in front
-    width = tokens if inside else chunk_len
-    slot = at.expand(batch, -1) if inside else chunk * chunk_len + position % chunk_len
-    last = _length(lengths, tokens, batch, device) - 1
-    if inside:
-        valid = None if real is None else real.unsqueeze(1)
-        table = None
-        place = (before.unsqueeze(1) + at).clamp(max=chunk_len - 1)
-        resets = None
-        complete = ((before + last + 1) == chunk_len).unsqueeze(1)
-        ends = ~complete & (last >= 0).unsqueeze(1)
+    full = torch.full((batch,), tokens, dtype=torch.int64, device=device)
+    if count == 1 and starts is None and offset is not None:
+        plan = _plan_inside(tokens, chunk_len, before, full if lengths is None else lengths)
     else:
-        chosen = torch.ones_like(begins) if real is None else real
-        if bool((torch.where(chosen, chunk, -1) >= count).any()):
-            raise ValueError(
-                f"the tokens need more than {count} chunks of {chunk_len}: under torch.compile every document must "
-                f"start on a multiple of chunk_len={chunk_len} tokens; pad the documents or run without compile"
-            )
-        spill = count * chunk_len  # tokens that are not real go to one slot past the end
-        target = torch.where(chosen, slot, spill)
-        table = torch.zeros(batch, spill + 1, dtype=torch.int64, device=device)
-        table = table.scatter(1, target, at.expand(batch, -1))[:, :spill]
-        filled = torch.zeros(batch, spill + 1, dtype=torch.bool, device=device)
-        valid = filled.scatter(1, target, True)[:, :spill].reshape(batch, count, chunk_len)
-        marks = torch.zeros(batch, count + 1, dtype=torch.bool, device=device)
-        resets = None
-        if starts is not None:
-            where = torch.where(chosen & begins, chunk, count)
-            resets = marks.scatter(1, where, True)[:, :count]
-        complete = valid[:, :, -1]
-        home = chunk.gather(1, last.clamp(min=0).unsqueeze(1)) if tokens else chunk
-        home = torch.where((last >= 0).unsqueeze(1), home, count)
-        ends = marks.scatter(1, home, True)[:, :count] & ~complete
-        place = None
-        slot = slot.clamp(max=spill - 1)
+        plan = _plan_grid(tokens, chunk_len, count, before, full if lengths is None else lengths, starts)
+    if lengths is None:
+        plan.real = plan.idle = None
+        plan.valid = None if plan.place is not None else plan.valid
+    return plan
+
+
+def _plan_inside(tokens: int, chunk_len: int, before: Tensor, lengths: Tensor) -> Plan:
+    """Nobody crosses a border: the call's tokens are the chunk's next slots."""
+    at = torch.arange(tokens, device=before.device)
+    real = at < lengths.unsqueeze(1)
+    after = before + lengths
+    complete = (after == chunk_len).unsqueeze(1)
     return Plan(
-        count, width, tokens, table, slot, real, valid, resets, complete, ends, place,
-        None if lengths is None else lengths == 0, None if chunk_len == 1 else after,
-        complete.any(0).tolist(), complete.all(0).tolist(), ends.any(0).tolist(),
-    )  # fmt: skip
+        count=1,
+        width=tokens,
+        tokens=tokens,
+        token_of_slot=None,
+        slot_of_token=None,
+        real=real,
+        valid=real.unsqueeze(1),
+        resets=None,
+        complete=complete,
+        ends=~complete & (lengths > 0).unsqueeze(1),
+        place=before.unsqueeze(1) + at,
+        idle=lengths == 0,
+        offset=None if chunk_len == 1 else after % chunk_len,
+        folds=complete.any(0).tolist(),
+        all_fold=complete.all(0).tolist(),
+        stays=[True],
+    )
 
 
-def _length(lengths: Tensor | None, tokens: int, batch: int, device: torch.device) -> Tensor:
-    if lengths is not None:
-        return lengths
-    return torch.full((batch,), tokens, dtype=torch.int64, device=device)
+def _plan_grid(tokens: int, chunk_len: int, count: int, before: Tensor, lengths: Tensor, starts: Tensor | None) -> Plan:
+    """Every token in the slot of its position: rows that stand inside a chunk leave the slots before it empty."""
+    batch, device = len(before), before.device
+    at = torch.arange(tokens, device=device)
+    real = at < lengths.unsqueeze(1)
+    begins = torch.zeros_like(real) if starts is None else starts
+    position, chunk = _walk(begins, before, chunk_len, at)
+    if bool((torch.where(real, chunk, -1) >= count).any()):
+        raise ValueError(
+            f"the tokens need more than {count} chunks of {chunk_len}: under torch.compile every document must start "
+            f"on a multiple of chunk_len={chunk_len} tokens; pad the documents or run without compile"
+        )
+    spill = count * chunk_len  # tokens that are not real go to one slot past the end
+    slot = torch.where(real, chunk * chunk_len + position % chunk_len, spill)
+    table = torch.zeros(batch, spill + 1, dtype=torch.int64, device=device).scatter(1, slot, at.expand(batch, -1))
+    filled = torch.zeros(batch, spill + 1, dtype=torch.bool, device=device).scatter(1, slot, True)
+    valid = filled[:, :spill].reshape(batch, count, chunk_len)
+    complete = valid[:, :, -1]
+
+    def mark(where: Tensor) -> Tensor:
+        """[B, count] flags of the chunks in `where`; `count` marks none."""
+        none = torch.zeros(batch, count + 1, dtype=torch.bool, device=device)
+        return none.scatter(1, where, True)[:, :count]
+
+    last = (lengths - 1).clamp(min=0).unsqueeze(1)
+    busy = (lengths > 0).unsqueeze(1)
+    ends = mark(torch.where(busy, chunk.gather(1, last), count)) & ~complete
+    after = torch.where(busy, (position.gather(1, last) + 1) % chunk_len, before.unsqueeze(1)).squeeze(1)
+    return Plan(
+        count=count,
+        width=chunk_len,
+        tokens=tokens,
+        token_of_slot=table[:, :spill],
+        slot_of_token=slot.clamp(max=spill - 1),
+        real=real,
+        valid=valid,
+        resets=None if starts is None else mark(torch.where(real & begins, chunk, count)),
+        complete=complete,
+        ends=ends,
+        place=None,
+        idle=lengths == 0,
+        offset=None if chunk_len == 1 else after,
+        folds=complete.any(0).tolist(),
+        all_fold=complete.all(0).tolist(),
+        stays=ends.any(0).tolist(),
+    )
+
+
+def _plan_whole(tokens: int, chunk_len: int, count: int, batch: int, device: torch.device) -> Plan:
+    """Whole rows from a border: slot s holds token s, only the last chunk can stay unfinished."""
+    left = tokens % chunk_len
+    valid = complete = ends = offset = None
+    folds, stays = [True] * count, [False] * count
+    if left:
+        folds[-1], stays[-1] = False, True
+        slots = torch.arange(count * chunk_len, device=device) < tokens
+        valid = slots.reshape(1, count, chunk_len).expand(batch, -1, -1)
+        ends = (torch.arange(count, device=device) == count - 1).expand(batch, -1)
+        complete = ~ends
+        offset = torch.full((batch,), left, dtype=torch.int64, device=device)
+    return Plan(
+        count=count,
+        width=chunk_len,
+        tokens=tokens,
+        token_of_slot=None,
+        slot_of_token=None,
+        real=None,
+        valid=valid,
+        resets=None,
+        complete=complete,
+        ends=ends,
+        place=None,
+        idle=None,
+        offset=offset,
+        folds=folds,
+        all_fold=folds,
+        stays=stays,
+    )
 
 
 def token_positions(offset: Tensor, tokens: int, starts: Tensor | None) -> Tensor:
@@ -164,11 +225,11 @@ def segment_walk(
     _, piece = _walk(begins, offset, segment_len, at)
     if lengths is not None:
         piece = torch.where(at < lengths.unsqueeze(1), piece, -1)
-    for number in range(int(piece.max()) + 1):
+    for number in range(max(1, int(piece.max()) + 1)):  # rows without a token still pass once
         here = piece == number
         count = here.sum(1)
         first = torch.where(here, at, tokens).min(1).values
-        index = (first.unsqueeze(1) + at[: int(count.max())]).clamp(max=tokens - 1)
+        index = (first.unsqueeze(1) + at[: max(1, int(count.max()))]).clamp(max=tokens - 1)
         yield index, count, (here & begins).any(1)
 
 
@@ -179,22 +240,6 @@ def _walk(begins: Tensor, offset: Tensor, chunk_len: int, at: Tensor) -> tuple[T
     opens = position % chunk_len == 0
     opens[:, :1] = True
     return position, opens.cumsum(1) - 1
-
-
-def _plan_whole(tokens: int, chunk_len: int, count: int, batch: int, device: torch.device) -> Plan:
-    left = tokens % chunk_len
-    folds, stays = [True] * count, [False] * count
-    valid = complete = ends = offset = None
-    if left:
-        folds[-1], stays[-1] = False, True
-        slots = torch.arange(count * chunk_len, device=device) < tokens
-        valid = slots.reshape(1, count, chunk_len).expand(batch, -1, -1)
-        ends = (torch.arange(count, device=device) == count - 1).expand(batch, -1)
-        complete = ~ends
-        offset = torch.full((batch,), left, dtype=torch.int64, device=device)
-    return Plan(
-        count, chunk_len, tokens, None, None, None, valid, None, complete, ends, None, None, offset, folds, folds, stays
-    )  # fmt: skip
 
 
 def count_chunks(
