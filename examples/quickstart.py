@@ -1,6 +1,6 @@
 """Build a small model, stream a long file of the Python standard library through it, and show what the memory did.
 
-    python examples/quickstart.py [--file PATH] [--out FOLDER]
+    python examples/quickstart.py [--file PATH] [--tokens N] [--out FOLDER]
 
 The model is not trained: its parameters are random. What you see is the memory alone, learning while it reads: its
 inner loss ‖M(k) − v‖² lies below that of a memory that has read the file but is frozen, and far below that of a fresh
@@ -97,7 +97,7 @@ def main() -> None:
 
     state.save(arguments.out / "state.safetensors")
     start = model.start(1)
-    print(f"\n{'inner loss, mean over':28}{'first 2k tokens':>17}{'whole file':>13}")
+    print(f"\n{'inner loss, mean over':28}{'first 2k tokens':>17}{'all tokens':>13}")
     runs = {
         "fresh memory, not learning": fresh,
         "first reading": first,

@@ -55,7 +55,7 @@ class Problem:
         ]  # fmt: skip
 
     def part(self, first: int, last: int) -> tuple[Tensor, Tensor, Tensor, Gates]:
-        cut = lambda xs: tuple(x[:, first:last] for x in xs)  # noqa: E731
+        cut = lambda xs: tuple(x[:, first:last] for x in xs)
         g = self.gates
         return *cut((self.q, self.k, self.v)), Gates(cut(g.step), cut(g.momentum), cut(g.forget))
 
@@ -91,7 +91,7 @@ def make_problem(
             out.append(x.requires_grad_())
         return tuple(out)
 
-    unit = lambda x: (x / x.norm(dim=-1, keepdim=True)).requires_grad_()  # noqa: E731
+    unit = lambda x: (x / x.norm(dim=-1, keepdim=True)).requires_grad_()
     q, k = (unit(randn(batch, tokens, heads, width)) for _ in range(2))
     v = randn(batch, tokens, heads, width).requires_grad_()
     weight = tuple((randn(batch, heads, i, o) / i**0.5).requires_grad_() for i, o in shapes)

@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from dataclasses import asdict, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Any, Self
 
 
+@dataclass(frozen=True)
 class Config:
     """Base of the frozen config dataclasses."""
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
         """Build from plain values; an unknown key is an error that lists the known ones."""
-        check_keys(values, [f.name for f in fields(cls)], cls.__name__)  # type: ignore[arg-type]
+        check_keys(values, [f.name for f in fields(cls)], cls.__name__)
         return cls(**values)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON and for comparing. The same dictionary each time: do not change it."""
         held: dict[str, Any] | None = self.__dict__.get("_plain")
         if held is None:
-            held = asdict(self)  # type: ignore[call-overload]
+            held = asdict(self)
             object.__setattr__(self, "_plain", held)
         return held
 

@@ -21,6 +21,7 @@ FORMAT = "titanmem.state"
 VERSION = 1
 
 
+@dataclass(frozen=True)
 class State:
     """What all states share. A subclass is a frozen dataclass of tensors, states, tuples of them, and plain values."""
 
@@ -31,7 +32,7 @@ class State:
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """All tensors with their dotted names."""
-        for field in fields(self):  # type: ignore[arg-type]
+        for field in fields(self):
             value = getattr(self, field.name)
             for name, item in enumerate(value) if isinstance(value, tuple) else [("", value)]:
                 path = f"{field.name}.{name}" if name != "" else field.name
@@ -54,7 +55,7 @@ class State:
                 return tuple(one(list(items)) for items in zip(*values, strict=True))
             return first
 
-        names = [f.name for f in fields(states[0])]  # type: ignore[arg-type]
+        names = [f.name for f in fields(states[0])]
         return cls(**{name: one([getattr(s, name) for s in states]) for name in names})
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Self:
@@ -100,13 +101,13 @@ class State:
     def matched(self, other: Self) -> Self:
         """This state in the form that `other` has, where one of both left something out that the other holds."""
         changes: dict[str, Any] = {}
-        for field in fields(self):  # type: ignore[arg-type]
+        for field in fields(self):
             mine, theirs = getattr(self, field.name), getattr(other, field.name)
             if isinstance(mine, State) and isinstance(theirs, State):
                 changes[field.name] = mine.matched(theirs)
             elif isinstance(mine, tuple) and mine and isinstance(mine[0], State):
                 changes[field.name] = tuple(a.matched(b) for a, b in zip(mine, theirs, strict=True))
-        return replace(self, **changes) if changes else self  # type: ignore[type-var]
+        return replace(self, **changes) if changes else self
 
     @classmethod
     def stack(cls, states: Sequence[Self]) -> Self:
@@ -173,7 +174,7 @@ def _describe(value: Any) -> Any:
     if isinstance(value, Tensor):
         return {"tensor": True}
     if isinstance(value, State):
-        inner = {f.name: _describe(getattr(value, f.name)) for f in fields(value)}  # type: ignore[arg-type]
+        inner = {f.name: _describe(getattr(value, f.name)) for f in fields(value)}
         return {"state": type(value).__name__, "fields": inner}
     if isinstance(value, tuple):
         return {"tuple": [_describe(item) for item in value]}

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from support import assert_close, assert_same_state, randomise
-from titanmem import MemoryConfig, MemoryState, NeuralMemory
+from titanmem import MemoryConfig, MemoryState, NeuralMemory, backend
 from titanmem.layers.neural_memory import PRESETS
 
 SETTINGS = {
@@ -242,3 +242,17 @@ def test_a_zero_token_has_a_tame_gradient():
 def test_probing_no_tokens_is_empty():
     _, _, probe = build()(inputs()[:, :0], probe=True)
     assert probe.surprise.shape == (2, 0, 2, 2)
+
+
+@pytest.mark.slow
+def test_compiled_decoding_equals_the_full_forward():
+    mem, x = build().float(), inputs().float()
+    with torch.no_grad():
+        whole, end = mem(x)
+        state, outputs = None, []
+        with backend(memory="compiled"):
+            for t in range(x.shape[1]):
+                y, state = mem(x[:, t : t + 1], state)
+                outputs.append(y)
+    assert_close([torch.cat(outputs, 1)], [whole], 1e-4)
+    assert_same_state(state, end, 1e-4)

@@ -56,7 +56,7 @@ def test_stop_ids_and_stop_strings_end_a_row():
     plain = model.generate(ids, 12, temperature=0)[0, 4:].tolist()
     by_id = model.generate(ids, 12, temperature=0, stop_ids=[plain[5]])[0, 4:].tolist()
     assert by_id == plain[: plain.index(plain[5]) + 1]
-    decode = lambda row: "".join(chr(97 + i % 26) + str(i // 26) for i in row)  # noqa: E731
+    decode = lambda row: "".join(chr(97 + i % 26) + str(i // 26) for i in row)
     text = decode(plain)
     stop = text[6:10]
     by_text = model.generate(ids, 12, temperature=0, stop=[stop], decode=decode)[0, 4:].tolist()

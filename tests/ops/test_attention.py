@@ -38,7 +38,7 @@ def written_out(q, plain_q, k, v, window_len, prefix, visible, document):
 @pytest.mark.parametrize("ragged", [True, False])
 def test_every_form_is_the_written_out_softmax(form, window_len, with_prefix, ragged):
     generator = torch.Generator().manual_seed(0)
-    randn = lambda *s: torch.randn(*s, generator=generator, dtype=torch.float64)  # noqa: E731
+    randn = lambda *s: torch.randn(*s, generator=generator, dtype=torch.float64)
     older = 3 if window_len in (4, None) else 0
     q, plain_q = randn(2, 11, 2, 4), randn(2, 11, 2, 4)
     k, v = randn(2, 11 + older, 2, 4), randn(2, 11 + older, 2, 4)

@@ -84,7 +84,7 @@ def test_every_form_is_the_papers_recurrence(form, depth, norm, residual, clip, 
     p = make_problem(depth=depth, norm=norm, batch=1)
     out, (weights, surprises) = naive(p, chunk_len, residual, clip)
     got = solve(p, form, chunk_len, residual=residual, clip=clip)
-    stack = lambda states: [torch.stack(x).unsqueeze(0) for x in zip(*states, strict=True)]  # noqa: E731
+    stack = lambda states: [torch.stack(x).unsqueeze(0) for x in zip(*states, strict=True)]
     expected = [out, *stack(weights), *stack(surprises)]
     assert_close(got[: len(expected)], expected)
 

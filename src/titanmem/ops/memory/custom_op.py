@@ -7,6 +7,7 @@ backward pass starts again from.
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import Any
 
 import torch
@@ -266,9 +267,9 @@ def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
         lengths, starts, *ctx.static,
     )  # fmt: skip
     grad_q, grad_k, grad_v, *out = out
-    take = lambda n: [out.pop(0) for _ in range(n)]  # noqa: E731
-    grad_gates, grad_start, grad_old, grad_fresh = (take(n) for n in sizes[:4])
-    grad_gain = out.pop(0) if gain is not None else None
+    rest = iter(out)
+    grad_gates, grad_start, grad_old, grad_fresh = (list(islice(rest, n)) for n in sizes[:4])
+    grad_gain = next(rest, None)
     tail = (None,) * 7
     return grad_q, grad_k, grad_v, grad_gates, grad_start, grad_old, None, grad_fresh, grad_gain, *tail
 

@@ -36,8 +36,8 @@ def probe_scan(scan: Scan, carry: Carry) -> WriteProbe:
         sizes = [x.norm(dim=-1) * d.norm(dim=-1) for x, d in zip(writes.inputs, writes.errors, strict=True)]
         surprises.append(torch.stack(sizes, -1))
         changes.append(torch.stack([_change(entered, tape, i) for i in range(len(sizes))], -1))
-    lay = lambda xs: scan.plan.to_tokens(torch.stack(xs), scan.heads)  # noqa: E731
-    return WriteProbe(lay(losses), lay(surprises), lay(changes))
+    seen = (scan.plan.to_tokens(torch.stack(xs), scan.heads) for xs in (losses, surprises, changes))
+    return WriteProbe(*seen)
 
 
 def _change(entered: Carry, tape: Tape, index: int) -> Tensor:

@@ -123,7 +123,10 @@ def _record(
         place = slot[:, None, None]
     hold = eta * mix[..., 1, :] + theta * torch.nn.functional.pad(place, (2, 0))
     mix = _pick(real, torch.stack([keep * mix[..., 0, :] + hold, hold], -2), mix)
-    swap = lambda xs, new: (*xs[:index], new, *xs[index + 1 :])  # noqa: E731
+
+    def swap(xs: tuple[Tensor, ...], new: Tensor) -> tuple[Tensor, ...]:
+        return (*xs[:index], new, *xs[index + 1 :])
+
     pending = PendingWrites(
         swap(held.inputs, held.inputs[index] + spot * x),
         swap(held.errors, held.errors[index] + spot * d),
