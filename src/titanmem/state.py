@@ -218,6 +218,21 @@ class PendingWrites(State):
     mix: tuple[Tensor, ...]  # L × [B, H, 2, C + 2], or [B, H, O_l, 2, C + 2] with gates per channel
     offset: Tensor  # [B] int64: how many slots are taken
 
+    @staticmethod
+    def empty(weight: tuple[Tensor, ...], chunk_len: int, channels: bool = False) -> PendingWrites:
+        """No writes yet: weight and surprise are those of the chunk's start. `weight` L × [B, H, I_l, O_l]."""
+        inputs, errors, mix = [], [], []
+        for w in weight:
+            batch, heads, i, o = w.shape
+            inputs.append(w.new_zeros(batch, heads, chunk_len, i))
+            errors.append(w.new_zeros(batch, heads, chunk_len, o))
+            row = w.new_zeros(batch, heads, *((o,) if channels else ()), 2, chunk_len + 2)
+            row[..., 0, 0] = 1
+            row[..., 1, 1] = 1
+            mix.append(row)
+        offset = torch.zeros(weight[0].shape[0], dtype=torch.int64, device=weight[0].device)
+        return PendingWrites(tuple(inputs), tuple(errors), tuple(mix), offset)
+
 
 @dataclass(frozen=True)
 class FastWeights(State):
@@ -272,15 +287,9 @@ class FastWeights(State):
         if self.pending is not None or other.pending is None:
             return self
 
-        def blank(x: Tensor) -> Tensor:
-            return x.new_zeros(self.batch, *x.shape[1:])
-
-        mix = tuple(blank(x) for x in other.pending.mix)
-        for x in mix:
-            x[..., 0, 0] = 1
-            x[..., 1, 1] = 1
-        inputs, errors = (tuple(blank(x) for x in xs) for xs in (other.pending.inputs, other.pending.errors))
-        return replace(self, pending=PendingWrites(inputs, errors, mix, blank(other.pending.offset)))
+        held = other.pending
+        slots, channels = held.inputs[0].shape[2], held.mix[0].dim() == 5
+        return replace(self, pending=PendingWrites.empty(self.start_weight, slots, channels))
 
 
 @dataclass(frozen=True)

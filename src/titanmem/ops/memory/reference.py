@@ -82,18 +82,8 @@ def _with_pending(fast: FastWeights, gates: tuple[tuple[Tensor, ...], ...], chun
     """The state with room for a chunk's writes."""
     if fast.pending is not None:
         return fast
-    batch, heads = fast.start_weight[0].shape[:2]
-    inputs = tuple(w.new_zeros(batch, heads, chunk_len, w.shape[2]) for w in fast.start_weight)
-    errors = tuple(w.new_zeros(batch, heads, chunk_len, w.shape[3]) for w in fast.start_weight)
-    widths = [max(g.shape[-1] for g in kind) for kind in zip(*gates, strict=True)]
     channels = any(g.shape[-1] > 1 for kind in gates for g in kind)
-    shapes = [(batch, heads, *((n,) if channels else ()), 2, chunk_len + 2) for n in widths]
-    mix = tuple(w.new_zeros(shape) for w, shape in zip(fast.start_weight, shapes, strict=True))
-    for x in mix:
-        x[..., 0, 0] = 1
-        x[..., 1, 1] = 1
-    offset = torch.zeros(batch, dtype=torch.int64, device=mix[0].device)
-    return FastWeights(fast.start_weight, fast.start_surprise, PendingWrites(inputs, errors, mix, offset))
+    return replace(fast, pending=PendingWrites.empty(fast.start_weight, chunk_len, channels))
 
 
 def _open_chunk(flag: Tensor, weight: list[Tensor], surprise: list[Tensor], state: FastWeights) -> FastWeights:

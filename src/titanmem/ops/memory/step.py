@@ -6,6 +6,8 @@ and moves their coefficients, so a step costs one pass over the state's memory. 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 from torch.nn.functional import layer_norm
@@ -124,12 +126,4 @@ def with_room(fast: FastWeights, chunk_len: int) -> FastWeights:
     """The same state with an empty chunk spelt out where it stands at a border."""
     if fast.pending is not None:
         return fast
-    weight = fast.start_weight
-    batch, heads = weight[0].shape[:2]
-    inputs = tuple(w.new_zeros(batch, heads, chunk_len, w.shape[2]) for w in weight)
-    errors = tuple(w.new_zeros(batch, heads, chunk_len, w.shape[3]) for w in weight)
-    mix = weight[0].new_zeros(len(weight), batch, heads, 2, chunk_len + 2)
-    mix[..., 0, 0] = 1
-    mix[..., 1, 1] = 1
-    offset = torch.zeros(batch, dtype=torch.int64, device=mix.device)
-    return FastWeights(weight, fast.start_surprise, PendingWrites(inputs, errors, tuple(mix.unbind(0)), offset))
+    return replace(fast, pending=PendingWrites.empty(fast.start_weight, chunk_len))
