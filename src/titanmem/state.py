@@ -12,6 +12,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from threading import Lock
 from typing import Any, ClassVar, Self
 
 import torch
@@ -205,18 +206,79 @@ def check_same_config(mine: Mapping[str, Any] | None, theirs: Mapping[str, Any] 
     )
 
 
+class Lease:
+    """Who may write into shared buffers: the holder of the current turn, once."""
+
+    def __init__(self) -> None:
+        self.turn = 0
+        self._lock = Lock()
+
+    def take(self, turn: int) -> bool:
+        """Move on to the next turn if `turn` is the current one."""
+        with self._lock:
+            if turn != self.turn:
+                return False
+            self.turn += 1
+            return True
+
+
 @dataclass(frozen=True)
 class PendingWrites(State):
     """The unfinished chunk of each row: the outer-product factors it wrote so far.
 
     mix[..., 0, :] and mix[..., 1, :] are the current weight and surprise as coefficients of (start weight, start
     surprise, write 0 … write C−1); slots that a row has not reached are 0.
+
+    A decoding step would copy a megabyte to add one row, so the newest state of a stream hands its buffers on: the next
+    step claims them and writes its slot in place. The older state shares them and stays what it was, because its
+    coefficients of slots it has not reached are 0; `tidy` clears those for whoever reads the buffers themselves.
     """
 
     inputs: tuple[Tensor, ...]  # L × [B, H, C, I_l]
     errors: tuple[Tensor, ...]  # L × [B, H, C, O_l]
     mix: tuple[Tensor, ...]  # L × [B, H, 2, C + 2], or [B, H, O_l, 2, C + 2] with gates per channel
     offset: Tensor  # [B] int64: how many slots are taken
+
+    _lease: ClassVar[Lease | None] = None  # of the buffers, set by `claim`; no field, so that it is never saved
+    _turn: ClassVar[int] = 0
+
+    def _leased(self, lease: Lease | None, turn: int) -> Self:
+        object.__setattr__(self, "_lease", lease)
+        object.__setattr__(self, "_turn", turn)
+        return self
+
+    def claim(self) -> PendingWrites:
+        """These writes in buffers whose next slots the caller may write: handed over the first time, else copies."""
+        if self._lease is not None and self._lease.take(self._turn):
+            return replace(self)._leased(self._lease, self._turn + 1)
+        held = self.tidy()
+        inputs, errors = (tuple(x.clone() for x in xs) for xs in (held.inputs, held.errors))
+        return PendingWrites(inputs, errors, self.mix, self.offset)._leased(Lease(), 0)
+
+    def advanced(self, mix: tuple[Tensor, ...], offset: Tensor) -> PendingWrites:
+        """After the claimed slots were written."""
+        return PendingWrites(self.inputs, self.errors, mix, offset)._leased(self._lease, self._turn)
+
+    def tidy(self, close: bool = False) -> PendingWrites:
+        """The same writes in buffers whose other slots are 0. `close`: and which nobody extends any more."""
+        if not torch.compiler.is_compiling():
+            lease = self._lease
+            if lease is None or (lease.turn == self._turn and (not close or lease.take(self._turn))):
+                return self
+        slots = torch.arange(self.inputs[0].shape[2], device=self.offset.device)
+        taken = (slots < self.offset.unsqueeze(1))[:, None, :, None]
+        inputs, errors = (tuple(torch.where(taken, x, 0) for x in xs) for xs in (self.inputs, self.errors))
+        return PendingWrites(inputs, errors, self.mix, self.offset)
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        return State.tensors(self.tidy())
+
+    @classmethod
+    def _merge(cls, states: Sequence[Self], merge: Callable[[list[Tensor]], Tensor]) -> Self:
+        tidy = [s.tidy() for s in states]
+        new = super()._merge(tidy, merge)  # type: ignore[arg-type]
+        one = tidy[0]
+        return new._leased(one._lease, one._turn) if len(tidy) == 1 else new  # `map` may share the buffers
 
     @staticmethod
     def empty(weight: tuple[Tensor, ...], chunk_len: int, channels: bool = False) -> PendingWrites:

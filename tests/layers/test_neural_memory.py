@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from support import assert_close, assert_same_state, randomise
-from titanmem import MemoryConfig, MemoryState, NeuralMemory, backend
+from titanmem import MemoryConfig, MemoryState, NeuralMemory
 from titanmem.layers.neural_memory import PRESETS
 
 SETTINGS = {
@@ -244,15 +244,46 @@ def test_probing_no_tokens_is_empty():
     assert probe.surprise.shape == (2, 0, 2, 2)
 
 
-@pytest.mark.slow
-def test_compiled_decoding_equals_the_full_forward():
-    mem, x = build().float(), inputs().float()
+def test_an_older_state_stays_what_it_was_while_the_stream_decodes_on():
+    mem, x = build(), inputs()
+    steps = [x[:, t : t + 1] for t in range(6)]
     with torch.no_grad():
-        whole, end = mem(x)
-        state, outputs = None, []
-        with backend(memory="compiled"):
-            for t in range(x.shape[1]):
-                y, state = mem(x[:, t : t + 1], state)
-                outputs.append(y)
-    assert_close([torch.cat(outputs, 1)], [whole], 1e-4)
-    assert_same_state(state, end, 1e-4)
+        _, state = mem(steps[0])
+        _, old = mem(steps[1], state)  # owns its buffers
+        before = old.clone()
+        shared = old.detach()
+        _, one = mem(steps[2], old)  # takes them over
+        _, two = mem(steps[3], old)  # must not write over the other branch
+        after = one.clone()
+        _, whole = mem(torch.cat([steps[0], steps[1], steps[2], steps[4]], 1))
+        _, branch = mem(torch.cat([steps[0], steps[1], steps[3]], 1))
+        _, one = mem(steps[4], one)
+    assert_same_state(old, before, 0)
+    assert_same_state(shared, before, 0)
+    assert_same_state(two, branch)
+    assert_same_state(one, whole)
+    assert not torch.equal(after.fast.pending.inputs[0], before.fast.pending.inputs[0])
+
+
+def test_decoding_on_does_not_disturb_a_graph_that_read_the_state():
+    mem, x = build(), inputs()
+    with torch.no_grad():
+        _, state = mem(x[:, :1])
+        _, state = mem(x[:, 1:2], state)
+    y, _ = mem(x[:, 2:5], state)
+    with torch.no_grad():
+        mem(x[:, 5:6], state)
+    y.square().sum().backward()
+    assert all(p.grad is not None for p in mem.qkv.parameters())
+
+
+def test_an_older_state_is_read_as_it_was_after_the_stream_went_on():
+    mem, x = build(), inputs()
+    with torch.no_grad():
+        _, old = mem(x[:, :1])
+        _, old = mem(x[:, 1:2], old)
+        expected, _ = mem(x[:, 2:6], old)
+        _, new = mem(-x[:, 2:3], old)
+        again, _ = mem(x[:, 2:6], old)
+    assert torch.equal(again, expected)
+    assert not torch.equal(new.weight[0], old.weight[0])

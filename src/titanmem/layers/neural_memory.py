@@ -10,7 +10,6 @@ It works on any [B, T, dim] input. Legend: B batch, T tokens, H heads, D head wi
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 from itertools import pairwise
 from typing import Any, Literal, overload
 
@@ -22,12 +21,10 @@ from titanmem.config import Config, check_counts, require
 from titanmem.layers.contain import LIMIT, contain
 from titanmem.layers.gates import TokenGates
 from titanmem.layers.norm import RMSNorm, unit_rows
-from titanmem.ops.backend import choose
 from titanmem.ops.conv import causal_conv
 from titanmem.ops.layout import Layout, check_mask, pack, pack_order, unpack
 from titanmem.ops.memory import Gates, memory, memory_probe, memory_read
 from titanmem.ops.memory.plan import token_positions
-from titanmem.ops.memory.step import add_token, fold_full, with_room
 from titanmem.state import ConvState, FastWeights, MemoryState, check_same_config
 
 
@@ -129,12 +126,6 @@ PRESETS: dict[str, dict[str, Any]] = {
     "ttt-linear": {**_LINEAR, "chunk_len": 16, "forget": False, "step_max": 0.1, "step_init": 0.03},
     "ttt-mlp": {"depth": 2, "momentum": False, "forget": False, "chunk_len": 16},
 }
-
-
-@cache
-def _compiled_decode() -> Any:
-    """One compiled function for all memories of a kind: their parameters are its inputs."""
-    return torch.compile(NeuralMemory.decode, fullgraph=True, dynamic=False)
 
 
 @dataclass(frozen=True)
@@ -283,11 +274,8 @@ class NeuralMemory(nn.Module):
         if x.shape[1] == 0:
             return x, state
         layout = layout or Layout()
-        if learn and output and layout.whole and self._decodes_compiled(x):
-            fast = with_room(state.fast, self.config.chunk_len)
-            y, after = _compiled_decode()(self, x, MemoryState(fast, state.conv, state.held))
-            return y, MemoryState(fold_full(after.fast, self.config.chunk_len), after.conv, after.held, state.config)
-        q, k, v, gates, conv, held, finite = self._inputs(x, state, layout, fresh)
+        x, finite = contain(x)
+        q, k, v, gates, conv, held = self._inputs(x, finite, state, layout, fresh)
         c, fast = self.config, state.fast
         if learn:
             y, fast = memory(
@@ -299,38 +287,24 @@ class NeuralMemory(nn.Module):
         state = MemoryState(fast, conv, held, state.config)
         return (self._output(x, y, finite, layout) if output else x), state
 
-    def _decodes_compiled(self, x: Tensor) -> bool:
-        """One token, no gradient, and `titanmem.backend(memory="compiled")` asked for."""
-        if x.shape[1] != 1 or torch.is_grad_enabled() or torch.compiler.is_compiling():
-            return False
-        return choose("memory") == "compiled" and self.config.gate_shape == "head"
-
-    def decode(self, x: Tensor, state: MemoryState) -> tuple[Tensor, MemoryState]:
-        """One token per row without its chunk's end: the part of `run` that torch.compile takes whole."""
-        q, k, v, gates, conv, held, finite = self._inputs(x, state, Layout(), None)
-        c = self.config
-        with torch.autocast(x.device.type, enabled=False):
-            y, fast = add_token(q, k, v, gates.stacked(), state.fast, self.gain, c.residual, c.clip)
-        return self._output(x, y, finite, Layout()), MemoryState(fast, conv, held)
-
     def _inputs(
-        self, x: Tensor, state: MemoryState, layout: Layout, fresh: MemoryState | None
-    ) -> tuple[Tensor, Tensor, Tensor, Gates, ConvState | None, Tensor | None, Tensor]:
-        """q, k, v [B, T, H, D], gates, the new convolution state and held gates, and which tokens are finite."""
+        self, x: Tensor, finite: Tensor, state: MemoryState, layout: Layout, fresh: MemoryState | None
+    ) -> tuple[Tensor, Tensor, Tensor, Gates, ConvState | None, Tensor | None]:
+        """q, k, v [B, T, H, D], gates, the new convolution state and held gates. `x, finite` come from `contain`."""
         c = self.config
-        x, finite = contain(x)
         streams = self.qkv(x).clamp(-LIMIT, LIMIT)
         conv = state.conv
         if self.conv is not None:
             assert conv is not None
             streams, conv = causal_conv(streams, self.conv, conv, layout, None if fresh is None else fresh.conv)
-        q, k, v = silu(streams).unflatten(-1, (3, c.num_heads, c.width)).unbind(2)
+        streams = silu(streams).unflatten(-1, (3, c.num_heads, c.width))
+        q, k = unit_rows(streams[:, :, :2]).unbind(2)
         logits = self.gates(x)
         held = state.held
         if held is not None:
             logits, held = self._hold(logits, held, state.fast, layout)
         gates = self.gates.gates(logits, finite)
-        return unit_rows(q), unit_rows(k), v, gates, conv, held, finite
+        return q, k, streams[:, :, 2], gates, conv, held
 
     def _hold(self, logits: Tensor, held: Tensor, fast: FastWeights, layout: Layout) -> tuple[Tensor, Tensor]:
         """Gates per chunk: every token takes the logits of its chunk's first token (a mean would see the future)."""
@@ -365,7 +339,7 @@ class NeuralMemory(nn.Module):
     def _output(self, x: Tensor, y: Tensor, finite: Tensor, layout: Layout) -> Tensor:
         heads = self.norm(y.flatten(2))
         if self.gate is not None:
-            heads = heads * silu(self.gate(contain(x)[0]))
+            heads = heads * silu(self.gate(x))
         out = torch.where(finite, self.out(heads), float("nan"))
         real = layout.real(x.shape[1])
         return out if real is None else torch.where(real.unsqueeze(-1), out, 0)
@@ -385,7 +359,7 @@ class NeuralMemory(nn.Module):
             shape = (x.shape[0], 0, self.config.num_heads, self.config.depth)
             return Probe(x.new_zeros(shape[:3]), *(x.new_zeros(shape) for _ in range(5)))
         with torch.no_grad():
-            q, k, v, gates, *_ = self._inputs(x, state, layout, fresh)
+            q, k, v, gates, *_ = self._inputs(*contain(x), state, layout, fresh)
             c = self.config
             fast = state.fast
             if not learn:  # gates of 0 keep the weights

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 _FORMS: dict[str, dict[str, str]] = {
     "memory": {
         "chunked": "exact parallel form in plain torch, any device, depth and dtype",
-        "compiled": "chunked, and single tokens through torch.compile: seconds at the first token, then faster",
         "reference": "token loop, the specification; slow, for tests and reading",
     },
     "attention": {

@@ -129,8 +129,8 @@ def _flat_call(
     pending: list[Tensor] = []
     offset = None
     if fast.pending is not None:
-        pending = [*fast.pending.inputs, *fast.pending.errors, *fast.pending.mix]
-        offset = fast.pending.offset
+        held = fast.pending.tidy(close=torch.is_grad_enabled())  # a graph may keep the buffers
+        pending, offset = [*held.inputs, *held.errors, *held.mix], held.offset
     count = count_chunks(q.shape[1], chunk_len, offset, starts, lengths, static=torch.compiler.is_compiling())
     flat = [g.to(fast.start_weight[0].dtype) for g in (*gates.step, *gates.momentum, *gates.forget)]
     state = [*fast.start_weight, *fast.start_surprise]

@@ -23,9 +23,10 @@ _LOG_SQRT_TAU = math.log(math.sqrt(2 * math.pi))
 
 def matmul(a: Tensor, b: Tensor, operand: torch.dtype) -> Tensor:
     """`a @ b` with operands rounded to `operand`; the result has a's dtype."""
+    product = torch.bmm if a.dim() == b.dim() == 3 else torch.matmul  # bmm skips the views that matmul makes
     if a.dtype == operand:
-        return a @ b
-    return (a.to(operand) @ b.to(operand)).to(a.dtype)
+        return product(a, b)
+    return product(a.to(operand), b.to(operand)).to(a.dtype)
 
 
 def add_matmul_(into: Tensor, a: Tensor, b: Tensor, operand: torch.dtype, scale: float = 1) -> Tensor:
@@ -50,6 +51,12 @@ def gelu_slope(z: Tensor) -> Tensor:
     """φ'(z) = Φ(z) + z φ_N(z)."""
     cdf, pdf = _cdf_pdf(z)
     return cdf + z * pdf
+
+
+def gelu_and_slope(z: Tensor) -> tuple[Tensor, Tensor]:
+    """φ(z) and φ'(z)."""
+    cdf, pdf = _cdf_pdf(z)
+    return z * cdf, pdf.mul_(z).add_(cdf)
 
 
 def gelu_slopes(z: Tensor) -> tuple[Tensor, Tensor]:

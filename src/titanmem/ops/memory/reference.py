@@ -81,7 +81,7 @@ def _pick(flag: Tensor, yes: Tensor, no: Tensor) -> Tensor:
 def _with_pending(fast: FastWeights, gates: tuple[tuple[Tensor, ...], ...], chunk_len: int) -> FastWeights:
     """The state with room for a chunk's writes."""
     if fast.pending is not None:
-        return fast
+        return replace(fast, pending=fast.pending.tidy())
     channels = any(g.shape[-1] > 1 for kind in gates for g in kind)
     return replace(fast, pending=PendingWrites.empty(fast.start_weight, chunk_len, channels))
 
