@@ -8,10 +8,10 @@ quickstart: .venv/ready          ## build a small model, stream a long file thro
 	$(BIN)/python examples/quickstart.py
 
 test: .venv/ready                ## the tests
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto
 
 test-slow: .venv/ready           ## the long tests too
-	$(BIN)/python -m pytest -m "slow or not slow" --durations=15
+	$(BIN)/python -m pytest -n auto -m "slow or not slow" --durations=15
 
 lint: .venv/ready                ## style and types
 	$(BIN)/ruff check .

@@ -10,8 +10,17 @@ from pathlib import Path
 import titanmem
 
 ROOT = Path(titanmem.__file__).parent
-ORDER = ["config", "state", "ops", "layers", "blocks", "models", "cli"]
-ALONE = {"matplotlib": set(), "safetensors": {"state", "models"}, "triton": set(), "transformers": set()}
+ORDER = ["config", "state", "data", "ops", "layers", "blocks", "models", "train", "recipes", "cli"]
+ALONE = {
+    "matplotlib": {"train"},
+    "safetensors": {"state", "data", "models", "train"},
+    "tokenizers": {"data"},
+    "datasets": {"data"},
+    "pyarrow": {"data"},
+    "sentencepiece": {"data"},
+    "triton": set(),
+    "transformers": set(),
+}
 
 
 def imports():

@@ -7,8 +7,12 @@ import sys
 from importlib import import_module
 
 VERBS = {
-    "doctor": "what this machine can run, and which form of each operation it picks",
+    "train": "train a model by a recipe, or go on with a run",
+    "data": "prepare text for training, check it, look at it",
+    "plot": "draw the loss curves of runs",
+    "export": "write a run's model to a folder that generate reads",
     "generate": "continue a prompt with a saved model",
+    "doctor": "what this machine can run, and which form of each operation it picks",
 }
 
 

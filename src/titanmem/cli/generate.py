@@ -1,13 +1,21 @@
-"""`titanmem generate MODEL PROMPT`: continue a prompt with a model folder that `TitansLM.save` wrote."""
+"""`titanmem generate MODEL PROMPT`: continue a prompt with a model folder that `titanmem export` wrote.
+
+Without a tokenizer in the folder, a model of 256 ids reads and writes bytes.
+"""
 
 from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from titanmem.data.tokenizer import Tokenizer
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", help="folder with config.json and model.safetensors")
+    parser.add_argument("model", help="folder with config.json, model.safetensors and, if not bytes, a tokenizer")
     parser.add_argument("prompt", help="text to continue; - reads standard input")
     parser.add_argument("--tokens", type=int, default=200, help="how many to generate (default: 200)")
     parser.add_argument("--temperature", type=float, default=0.8, help="0 is greedy (default: 0.8)")
@@ -24,6 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     import torch
 
+    from titanmem.data.tokenizer import TextStream
     from titanmem.models.generation import stream
     from titanmem.models.language import TitansLM
     from titanmem.state import ModelState
@@ -32,25 +41,21 @@ def run(arguments: argparse.Namespace) -> int:
         raise ValueError(f"--device {arguments.device}: this torch finds no GPU; use --device cpu")
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     model = TitansLM.load(arguments.model, device).eval()
-    if model.config.vocab_size != 256:
-        raise ValueError(
-            f"{arguments.model} has a vocabulary of {model.config.vocab_size}; without a tokenizer in the folder only "
-            "byte models (vocab_size=256) can be prompted with text"
-        )
+    tokenizer = find_tokenizer(arguments.model, model.config.vocab_size)
     prompt = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
     if not prompt:
         raise ValueError("the prompt is empty; give at least one character")
     state = ModelState.load(arguments.state, device) if arguments.state else None
-    ids = torch.tensor([list(prompt.encode())], device=device)
-    writer = ByteWriter()
+    ids = torch.tensor([tokenizer.encode(prompt)], device=device)
+    text = TextStream(tokenizer)
     step = None
     for step in stream(
-        model, ids, arguments.tokens, state=state, decode=lambda row: bytes(row).decode(errors="replace"),
+        model, ids, arguments.tokens, state=state, decode=tokenizer.decode,
         temperature=arguments.temperature, top_k=arguments.top_k, top_p=arguments.top_p,
         repetition_penalty=arguments.repetition_penalty, stop=arguments.stop, seed=arguments.seed,
     ):  # fmt: skip
-        writer.write(int(step.ids))
-    writer.finish()
+        print(text.push(int(step.ids)), end="", flush=True)
+    print(text.finish())
     if arguments.save_state:
         if step is None:
             raise ValueError("--save-state needs at least one generated token; raise --tokens")
@@ -61,17 +66,15 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-class ByteWriter:
-    """Writes bytes as text as soon as a character is complete."""
+def find_tokenizer(folder: str, vocab_size: int) -> Tokenizer:
+    """The tokenizer in a model's folder; bytes if there is none and the model's ids can be bytes."""
+    from titanmem.data.tokenizer import ByteTokenizer, load_tokenizer
 
-    def __init__(self) -> None:
-        import codecs
-
-        self.decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-
-    def write(self, byte: int) -> None:
-        sys.stdout.write(self.decoder.decode(bytes([byte])))
-        sys.stdout.flush()
-
-    def finish(self) -> None:
-        print(self.decoder.decode(b"", final=True))
+    if any(Path(folder).glob("tokenizer*")):
+        return load_tokenizer(folder)
+    if vocab_size != ByteTokenizer.vocab_size:
+        raise ValueError(
+            f"{folder} has a vocabulary of {vocab_size} and no tokenizer; put its tokenizer.json or .model there "
+            "(titanmem export does)"
+        )
+    return ByteTokenizer()

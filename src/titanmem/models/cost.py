@@ -96,3 +96,29 @@ def memory_flops(c: MemoryConfig) -> int:
     fold = sum(4 * i * o for i, o in c.shapes)
     reads = sum(4 * i * o + 2 * c.chunk_len * (i + o) for i, o in c.shapes)
     return c.num_heads * (keys + fold + reads)
+
+
+def flops_per_token(config: TitansConfig, length: int) -> int:
+    """FLOPs per token of a forward pass over rows of `length` tokens: two for every weight a token meets, the memory
+    operation, and attention over what a token sees on average. Training costs three times that."""
+    memory = config.memory_config()
+    initial = memory.num_heads * sum(i * o for i, o in memory.shapes)
+
+    def seen(window: int | None) -> float:
+        """Tokens that a token sees on average in a causal window."""
+        w = min(window or length, length)
+        return (w * (w + 1) / 2 + (length - w) * w) / length
+
+    total = 2 * config.vocab_size * config.dim
+    for name in config.blocks:
+        prefix = 0 if name == "attention" else config.num_persistent
+        weights = block_parameters(config, name) - prefix * config.dim
+        visible = {
+            "attention": seen(config.attention_window),
+            "lmm": 0.0,
+            "mac": seen(config.segment_len) + (config.memory_tokens or seen(config.segment_len)) + prefix,
+        }.get(name, seen(config.window_len) + prefix)
+        total += round(4 * config.dim * visible)
+        total += 2 * (weights - (0 if name == "attention" else initial))
+        total += 0 if name == "attention" else memory_flops(memory)
+    return total

@@ -1,0 +1,22 @@
+"""`titanmem export RUN OUT`: a run's newest (or best) model as config, safetensors and tokenizer, ready to be used."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_folder", type=Path, metavar="RUN", help="folder that titanmem train wrote")
+    parser.add_argument("out", type=Path, metavar="OUT", help="folder to write")
+    parser.add_argument("--step", type=int, help="which checkpoint (default: the newest)")
+    parser.add_argument("--best", action="store_true", help="the checkpoint with the lowest held-out loss")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from titanmem.train.export import export
+
+    step = export(arguments.run_folder, arguments.out, step=arguments.step, best=arguments.best)
+    print(f"step {step} of {arguments.run_folder} written to {arguments.out}")
+    print(f'next: titanmem generate {arguments.out} "def "')
+    return 0

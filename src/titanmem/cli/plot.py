@@ -1,0 +1,19 @@
+"""`titanmem plot RUN…`: loss curves of runs in one picture or page."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folders that titanmem train wrote")
+    parser.add_argument("--out", type=Path, default=Path("plot.html"), help="a .png or .html file (default: plot.html)")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from titanmem.train.plots import plot_runs
+
+    plot_runs(arguments.runs, arguments.out)
+    print(f"written to {arguments.out}")
+    return 0

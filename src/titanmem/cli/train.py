@@ -1,0 +1,81 @@
+"""`titanmem train RECIPE key=value …`: train a model; the same command again goes on where it stopped."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from titanmem.train.config import TrainConfig
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("recipe", nargs="?", help="for instance mac-tiny-python; --list shows all")
+    parser.add_argument(
+        "settings", nargs="*", help="key=value, for instance steps=200 optim.lr=1e-3 model.memory.depth=1"
+    )
+    parser.add_argument("--out", type=Path, help="the run's folder (default: runs/RECIPE)")
+    parser.add_argument("--resume", type=Path, metavar="RUN", help="go on with a run, with its own config")
+    parser.add_argument("--from", dest="step", type=int, help="go on from this step's checkpoint, not the newest")
+    parser.add_argument("--dry-run", action="store_true", help="show the config and what it costs, and stop")
+    parser.add_argument("--list", action="store_true", help="list the recipes")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from titanmem import recipes
+
+    if arguments.list:
+        print("\n".join(recipes.names()))
+        return 0
+    config, folder = resolve(arguments)
+    if arguments.dry_run:
+        print(json.dumps(config.to_dict(), indent=1))
+        print(describe(config))
+        return 0
+    from titanmem.train.loop import train
+
+    result = train(config, folder, from_step=arguments.step)
+    return 0 if result["complete"] else 130
+
+
+def resolve(arguments: argparse.Namespace) -> tuple[TrainConfig, Path]:
+    """The config and the folder that the command line asks for."""
+    from titanmem import recipes
+    from titanmem.train.config import TrainConfig, parse_settings
+
+    if arguments.resume is not None:
+        if arguments.recipe is not None:
+            raise ValueError("--resume takes the run's own config; leave out recipe and settings")
+        file = arguments.resume / "config.json"
+        if not file.exists():
+            raise ValueError(f"{arguments.resume} is not a run: it has no config.json")
+        return TrainConfig.from_dict(json.loads(file.read_text())), arguments.resume
+    if arguments.recipe is None:
+        raise ValueError("name a recipe, for instance mac-tiny-python (titanmem train --list shows all)")
+    config = recipes.recipe(arguments.recipe).change(parse_settings(arguments.settings))
+    return config, arguments.out or Path("runs") / arguments.recipe
+
+
+def describe(config: TrainConfig) -> str:
+    """Size and cost of a run, for --dry-run."""
+    import os
+
+    from titanmem.models.cost import flops_per_token, parameters, state_bytes
+    from titanmem.train.memory import training_bytes
+
+    ranks = int(os.environ.get("WORLD_SIZE", 1))
+    fixed, passing = training_bytes(config, ranks)
+    flops = 3 * flops_per_token(config.model, config.data.length) * config.tokens
+    rows = [
+        ("parameters", f"{parameters(config.model):,}"),
+        ("state of one stream", f"{state_bytes(config.model) / 2**20:.2f} MiB"),
+        ("memory per rank, estimate", f"{(fixed + passing) / 2**30:.2f} GiB: weights, gradients and optimiser "
+                                      f"{fixed / 2**30:.2f}, activations {passing / 2**30:.2f}"),
+        ("steps", f"{config.steps:,} of {config.rows} rows × {config.data.length} tokens, in micro-batches of "
+                  f"{config.micro_rows} on {ranks} rank{'s' if ranks > 1 else ''}"),
+        ("tokens", f"{config.tokens:,}"),
+        ("training FLOPs", f"{flops:.3g}"),
+    ]  # fmt: skip
+    return "\n".join(f"{name:27}{value}" for name, value in rows)

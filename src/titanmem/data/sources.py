@@ -1,0 +1,175 @@
+"""Where documents come from. A source is a list of parts that can be read on their own, in any process."""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import os
+import re
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from titanmem.config import require
+from titanmem.data.files import KNOWN, cut_points, kind_of, read_lines, read_rows, read_text
+from titanmem.data.packages import load_package
+
+SPECS = "python, python+packages, a file, a folder, a glob, or hf:DATASET[:CONFIG[:SPLIT]]"
+NOT_PYTHON_LIBRARY = {"test", "tests", "idlelib", "site-packages", "dist-packages"}
+
+
+class Document(NamedTuple):
+    """One text. Files have a name, relative to their source; lines and rows have none."""
+
+    name: str
+    text: str
+
+
+class Source:
+    """Documents in parts: units of parallel work, always in the same order. Sources can be pickled."""
+
+    parts: list[str]
+    sizes: list[int | None]  # bytes of every part, where they are known
+
+    def documents(self, part: str) -> Iterator[Document]:
+        """The documents of one part, in order."""
+        raise NotImplementedError
+
+
+def open_source(spec: str) -> Source:
+    """Open what `spec` names; lines and rows take their text from `text`, or from NAME with spec?field=NAME."""
+    where, field = _split_options(spec)
+    if where in ("python", "python+packages"):
+        return _open_python(packages=where.endswith("packages"))
+    if where.startswith("hf:"):
+        return HubSource(where, field)
+    return FileSource(spec, _find_files(where), field)
+
+
+def is_held_out(name: str, text: str, share: float) -> bool:
+    """Whether a document belongs to the held-out split: a `share` of all, by a hash of its name, or text without one.
+
+    The answer is the same on every machine, and the same text without a name is never in both splits.
+    """
+    digest = hashlib.blake2b((name or text).encode(errors="replace"), digest_size=8).digest()
+    return int.from_bytes(digest, "big") < share * 2**64
+
+
+def _split_options(spec: str) -> tuple[str, str]:
+    found = re.fullmatch(r"(.*)\?(\w+)=(.*)", spec)
+    if not found:
+        return spec, "text"
+    where, option, value = found.groups()
+    require(option == "field" and value != "", f"{spec}: the only option is ?field=NAME, got ?{option}={value}")
+    return where, value
+
+
+class FileSource(Source):
+    """Files of the known kinds. Large JSON lines and Parquet files are cut into several parts.
+
+    With `strict` a file that is not UTF-8 is an error, else it is left out.
+    """
+
+    def __init__(self, spec: str, files: dict[str, Path], field: str = "text", strict: bool = True) -> None:
+        self.field, self.strict = field, strict
+        self.parts, self.sizes = [], []
+        self._places: dict[str, tuple[str, Path, int]] = {}
+        for name, path in sorted(files.items()):
+            cuts = cut_points(path)
+            for cut in cuts:
+                part = name if len(cuts) == 1 else f"{name}#{cut}"
+                self.parts.append(part)
+                self.sizes.append(path.stat().st_size // len(cuts))
+                self._places[part] = (name, path, cut)
+        require(bool(self.parts), f"{spec} holds no file that can be read; known are {KNOWN}")
+
+    def documents(self, part: str) -> Iterator[Document]:
+        name, path, cut = self._places[part]
+        kind = kind_of(path)
+        if kind == "text":
+            try:
+                yield Document(name, read_text(path))
+            except ValueError as error:
+                if self.strict or not isinstance(error.__cause__, UnicodeDecodeError):
+                    raise
+            return
+        read = read_lines if kind == "lines" else read_rows
+        for text in read(path, self.field, cut):
+            yield Document("", text)
+
+
+def _find_files(where: str) -> dict[str, Path]:
+    """The readable files of a file, folder or glob, by their names relative to it."""
+    path = Path(where)
+    if path.is_dir():
+        return _folder_files(path)
+    if path.is_file():
+        require(kind_of(path) is not None, f"{where} is of no known kind; known are {KNOWN}")
+        return {path.name: path}
+    require(glob.has_magic(where), f"there is no file or folder {where}; a source is {SPECS}")
+    found = [Path(p) for p in glob.glob(where, recursive=True)]
+    fixed = [part for part in path.parts if not glob.has_magic(part)]
+    base = Path(*path.parts[: next(i for i, part in enumerate(path.parts) if part not in fixed)])
+    return {p.relative_to(base).as_posix(): p for p in found if p.is_file() and kind_of(p) is not None}
+
+
+def _folder_files(folder: Path, without: frozenset[str] = frozenset()) -> dict[str, Path]:
+    """All readable files below a folder, hidden ones and folders named in `without` left out."""
+    files = {}
+    for place, inner, names in os.walk(folder):
+        inner[:] = [name for name in inner if not name.startswith(".") and name not in without]
+        for name in names:
+            if kind_of(name) is not None and not name.startswith("."):
+                path = Path(place, name)
+                files[path.relative_to(folder).as_posix()] = path
+    return files
+
+
+def _open_python(packages: bool) -> FileSource:
+    """The source code of the running Python's standard library, without its tests; `packages` adds site-packages."""
+    paths = sysconfig.get_paths()
+    found = _folder_files(Path(paths["stdlib"]), frozenset(NOT_PYTHON_LIBRARY))
+    if packages:
+        for folder in {paths["purelib"], paths["platlib"]}:
+            found |= {f"site-packages/{name}": path for name, path in _folder_files(Path(folder)).items()}
+    files = {name: path for name, path in found.items() if path.suffix == ".py"}
+    return FileSource("the Python library", files, strict=False)
+
+
+class HubSource(Source):
+    """A data set of the Hugging Face hub, streamed: one part per shard."""
+
+    def __init__(self, spec: str, field: str) -> None:
+        fields = spec.split(":")[1:]
+        require(1 <= len(fields) <= 3 and fields[0] != "", f"{spec}: expected hf:DATASET[:CONFIG[:SPLIT]]")
+        self.spec, self.field = spec, field
+        self.name, self.config, self.split = (*fields, "", "")[:3]
+        self._data: Any = None
+        self.parts = [f"{number:06d}" for number in range(self._open().num_shards)]
+        self.sizes = [None] * len(self.parts)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_data": None}  # every process opens its own
+
+    def _open(self) -> Any:
+        if self._data is None:
+            library = load_package("datasets", f"the source {self.spec}")
+            try:
+                self._data = library.load_dataset(
+                    self.name, self.config or None, split=self.split or "train", streaming=True
+                )
+            except Exception as error:  # whatever the data set's own loader raises
+                raise ValueError(f"cannot open {self.spec}: {error}") from error
+        return self._data
+
+    def documents(self, part: str) -> Iterator[Document]:
+        shard = self._open().shard(num_shards=len(self.parts), index=int(part))
+        for number, row in enumerate(shard):
+            text = row.get(self.field)
+            require(
+                isinstance(text, str),
+                f"{self.spec}, shard {part}, row {number}: expected a text in {self.field!r}, the columns are "
+                f"{', '.join(row)}; choose one with {self.spec}?field=NAME",
+            )
+            yield Document("", text)

@@ -1,0 +1,103 @@
+"""Recipes: names of complete training configs, for instance `mac-340m-fineweb` or `lmm-tiny-python`.
+
+    BLOCK-SIZE-fineweb   the paper's setting at every size, text from FineWeb-Edu with a 32,000-token BPE
+    BLOCK-SIZE-python    the same models on source code that is on every machine; `tiny` trains on one CPU in minutes,
+                         `small` on one GPU in about an hour
+
+A recipe is a function of block and size that returns a `TrainConfig`; every setting can be changed afterwards.
+"""
+
+from __future__ import annotations
+
+from titanmem.blocks import BLOCKS
+from titanmem.models.language import TitansConfig
+from titanmem.models.sizes import SIZES
+from titanmem.train.config import DataConfig, OptimConfig, ParallelConfig, TrainConfig
+
+PAPER_SIZES = [name for name in SIZES if name != "tiny"]
+
+
+def fineweb(block: str, size: str) -> TrainConfig:
+    """The paper's training: half a million tokens a step, rows of 4,096, AdamW 0.9/0.95, cosine with warm-up."""
+    numbers = SIZES[size]
+    steps = round(numbers.tokens / 2**19)
+    return TrainConfig(
+        model=TitansConfig.from_name(f"{block}-{size}"),
+        data=DataConfig(
+            path=f"data/fineweb-edu-{numbers.tokens / 1e9:.0f}b-bpe32k",
+            source="hf:HuggingFaceFW/fineweb-edu:sample-100BT:train",
+            tokenizer="bpe",
+            vocab_size=numbers.vocab_size,
+            held_out=0.0005,
+            limit_tokens=round(1.05 * numbers.tokens),
+            length=4096,
+            workers=2,
+        ),
+        optim=OptimConfig(lr=numbers.learning_rate, warmup=min(1000, steps // 20)),
+        parallel=ParallelConfig(mode="fsdp", recompute=True),
+        steps=steps,
+        batch_tokens=2**19,
+        micro_rows=4,
+        eval_every=1000,
+        save_every=1000,
+    )
+
+
+def tiny_python(block: str) -> TrainConfig:
+    """A byte model of a million parameters on the Python standard library: one CPU, minutes."""
+    return TrainConfig(
+        model=TitansConfig.from_name(f"{block}-tiny", **_window(block, 64)),
+        data=DataConfig(path="data/python-bytes", length=512),
+        optim=OptimConfig(lr=2e-3, warmup=50),
+        steps=400,
+        batch_tokens=4096,
+        micro_rows=8,
+        eval_every=100,
+        eval_length=4096,
+        eval_rows=4,
+        save_every=100,
+    )
+
+
+def small_python(block: str) -> TrainConfig:
+    """A model of 170M parameters on the standard library and installed packages: one GPU, about an hour."""
+    return TrainConfig(
+        model=TitansConfig.from_name(f"{block}-170m", vocab_size=16_384),
+        data=DataConfig(
+            path="data/python-packages-bpe16k", source="python+packages", tokenizer="bpe", vocab_size=16_384,
+            length=4096,
+        ),
+        optim=OptimConfig(lr=1e-3, warmup=200),
+        steps=2000,
+        batch_tokens=2**17,
+        micro_rows=8,
+        eval_every=200,
+        save_every=200,
+    )  # fmt: skip
+
+
+def _window(block: str, length: int) -> dict[str, int]:
+    """Plain attention of the small recipes sees as much as the attention of the other blocks."""
+    return {"attention_window": length} if block == "attention" else {}
+
+
+def names() -> list[str]:
+    """All recipes."""
+    small = [f"{block}-{size}-python" for size in ("tiny", "small") for block in BLOCKS]
+    return small + [f"{block}-{size}-fineweb" for size in PAPER_SIZES for block in BLOCKS]
+
+
+def recipe(name: str) -> TrainConfig:
+    """The config of a recipe."""
+    if name not in names():
+        raise ValueError(
+            f"unknown recipe {name!r}; expected BLOCK-SIZE-fineweb or BLOCK-(tiny|small)-python with a block of "
+            f"{', '.join(BLOCKS)} and a size of {', '.join(PAPER_SIZES)} (titanmem train --list)"
+        )
+    block, size, text = name.split("-")
+    if text == "fineweb":
+        return fineweb(block, size)
+    return tiny_python(block) if size == "tiny" else small_python(block)
+
+
+__all__ = ["fineweb", "names", "recipe", "small_python", "tiny_python"]

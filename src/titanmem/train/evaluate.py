@@ -1,0 +1,87 @@
+"""What is measured on held-out text while a model trains: loss by position, the memory's own numbers, a sample.
+
+Every rank computes the same, in step, so that a sharded model can be evaluated too.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from titanmem.data.tokenizer import Tokenizer
+from titanmem.layers.neural_memory import Probe
+from titanmem.models.generation import generate
+from titanmem.state import MemoryState, ModelState, State
+from titanmem.train.parallel import Spread
+
+
+def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
+    """Cross-entropy of every token [B, T]; 0 where the label is −100."""
+    return cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="none").view_as(labels)
+
+
+@torch.no_grad()
+def held_out(spread: Spread, rows: dict[str, Tensor], piece: int) -> dict[str, Any]:
+    """Loss on `rows` (ids, labels), each one document read in pieces with the memory carried on; by position in
+    doubling ranges; and what the memory did with the last piece."""
+    ids, labels = rows["ids"].to(spread.ranks.device), rows["labels"].to(spread.ranks.device)
+    state: ModelState | None = None
+    losses, probes = [], []
+    for first in range(0, ids.shape[1], piece):
+        part = slice(first, first + piece)
+        logits, state, probes = spread.forward(ids[:, part], state, probe=True)
+        losses.append(token_losses(logits, labels[:, part]))
+    loss, real = torch.cat(losses, 1), labels >= 0
+    total = (loss.sum() / real.sum()).item()
+    assert state is not None
+    return {"held_out": total, "by_position": by_position(loss, real), "memory": memory_numbers(state, probes)}
+
+
+def by_position(loss: Tensor, real: Tensor, first: int = 64) -> list[dict[str, float]]:
+    """Mean loss of the positions 0–63, 64–127, 128–255, …"""
+    found, begin, end = [], 0, first
+    while begin < loss.shape[1]:
+        count = real[:, begin:end].sum().item()
+        if count:
+            found.append(
+                {"from": begin, "to": min(end, loss.shape[1]), "loss": loss[:, begin:end].sum().item() / count}
+            )
+        begin, end = end, 2 * end
+    return found
+
+
+def memory_numbers(state: ModelState, probes: list[Probe | None]) -> dict[str, dict[str, float]]:
+    """Mean surprise, loss, gates and the size of the weights, layer by layer."""
+    found = {}
+    for index, (probe, block) in enumerate(zip(probes, state.blocks, strict=True)):
+        if probe is None:
+            continue
+        means = {name: getattr(probe, name).float().mean().item() for name in vars(probe)}
+        weight = find_memory(block).weight
+        means["weight_norm"] = sum(w.float().square().sum((-1, -2)).mean().item() for w in weight) ** 0.5
+        found[f"layer_{index}"] = means
+    return found
+
+
+def find_memory(state: State) -> MemoryState:
+    """The memory inside a block's state."""
+    if isinstance(state, MemoryState):
+        return state
+    inner = [value for value in vars(state).values() if isinstance(value, MemoryState)]
+    assert inner, f"{type(state).__name__} holds no memory"
+    return inner[0]
+
+
+@torch.no_grad()
+def sample(spread: Spread, tokenizer: Tokenizer, prompt: Tensor, tokens: int, seed: int = 0) -> dict[str, str]:
+    """A continuation of prompt [T] by the model."""
+    ids = prompt.unsqueeze(0).to(spread.ranks.device)
+    with torch.autocast(spread.ranks.device.type, torch.bfloat16, enabled=spread.bf16):
+        out = generate(spread.module, ids, tokens, temperature=0.8, top_p=0.95, seed=seed)
+    return {
+        "prompt": tokenizer.decode(prompt.tolist()),
+        "text": tokenizer.decode(out[0, len(prompt) :].tolist()),
+    }

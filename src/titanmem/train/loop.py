@@ -1,0 +1,309 @@
+"""The training loop, from top to bottom: open the ranks, build, resume, then step after step.
+
+Losses are sums over tokens divided by the step's tokens over all ranks, so a step means the same however it is cut into
+ranks and micro-batches. Nothing random happens after the start: a run is a function of its config.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from titanmem.data.loader import held_out_rows, open_loader
+from titanmem.data.prepare import prepare
+from titanmem.data.shards import TokenShards
+from titanmem.data.tokenizer import load_tokenizer
+from titanmem.models.language import TitansLM
+from titanmem.state import ModelState
+from titanmem.train.checkpoint import Checkpoints, step_of
+from titanmem.train.config import TrainConfig
+from titanmem.train.evaluate import held_out, sample, token_losses
+from titanmem.train.metrics import Meter, Metrics
+from titanmem.train.optim import make_optimizer, rate_at
+from titanmem.train.parallel import Ranks, Spread, open_ranks
+from titanmem.train.provenance import provenance
+
+Batch = dict[str, Tensor]
+
+
+class TrainingError(ValueError):
+    """Training cannot go on; the text says why and what was kept."""
+
+
+def train(
+    config: TrainConfig,
+    folder: str | Path,
+    *,
+    from_step: int | None = None,
+    on_step: Callable[[int, float], None] | None = None,
+) -> dict[str, Any]:
+    """Train in `folder`, going on from its newest checkpoint if it has one (or from that of `from_step`).
+
+    Returns the last evaluation with "step" and "complete"; complete is False if a signal stopped the run. `on_step`
+    is called with every step's number and loss.
+    """
+    with open_ranks() as ranks:
+        run = Run(config, Path(folder), ranks, from_step)
+        try:
+            return run.go(on_step or (lambda step, loss: None))
+        finally:
+            run.close()
+
+
+class Run:
+    """One run: what it is made of, and its steps."""
+
+    def __init__(self, config: TrainConfig, folder: Path, ranks: Ranks, from_step: int | None) -> None:
+        self.config, self.folder, self.ranks = config, folder, ranks
+        self.stopping = Stopping()
+        if ranks.first:
+            claim_folder(config, folder)
+            open_data(config, verify=True)
+        ranks.barrier()
+        check_world(config, ranks)
+        self.shards = TokenShards(config.data.path, "train")
+        self.tokenizer = load_tokenizer(Path(config.data.path) / "tokenizer")
+        torch.manual_seed(config.seed)
+        self.spread = Spread(TitansLM(config.model).to(ranks.device), config.parallel, ranks)
+        self.optimizer = make_optimizer(self.spread.module, config.optim)
+        self.checkpoints = Checkpoints(folder, ranks, config.keep)
+        self.step, self.saved, self.bad = 0, 0, 0
+        self.lanes: list[ModelState | None] = []  # carried memories, one entry per micro-batch
+        self.result: dict[str, Any] = {}
+        self.restore(from_step)
+        self.metrics = Metrics(folder, config, self.step, ranks.first)
+
+    def restore(self, from_step: int | None) -> None:
+        """Go on from a checkpoint, if there is one."""
+        path = self.checkpoints.choose(from_step)
+        if path is None:
+            return
+        progress, files = self.checkpoints.load(path, self.spread, self.optimizer)
+        self.step = self.saved = step_of(path)
+        self.bad = progress["bad"]
+        if files:
+            every = ModelState.stack([ModelState.load(file) for file in files])
+            count = every.batch // self.ranks.world
+            mine = every.rows(slice(self.ranks.rank * count, (self.ranks.rank + 1) * count)).to(self.ranks.device)
+            size = self.config.micro_rows
+            self.lanes = [mine.rows(slice(first, first + size)) for first in range(0, count, size)]
+        if self.ranks.first:
+            print(f"going on from {path}", flush=True)
+
+    # -- the loop -------------------------------------------------------------------------------------------------
+
+    def go(self, on_step: Callable[[int, float], None]) -> dict[str, Any]:
+        """All steps that are left."""
+        config = self.config
+        meter = Meter(config, self.ranks)
+        complete = True
+        for batch in self.batches():
+            count, stop = self.ranks.total(float((batch["labels"] >= 0).sum()), float(self.stopping.asked))
+            if stop:
+                complete = False
+                break
+            loss, norm = self.advance(batch, count)
+            self.step += 1
+            on_step(self.step, loss)
+            shown = meter.add(loss, norm, rate_at(config.optim, self.step - 1, config.steps))
+            self.metrics.tick(**meter.brief())
+            if self.step % config.log_every == 0 or self.step == config.steps:
+                self.metrics.record(self.step, shown())
+            if self.step % config.eval_every == 0 or self.step == config.steps:
+                self.evaluate()
+                meter.skip()
+            if self.step % config.save_every == 0 and self.step < config.steps:
+                self.save()
+        self.finish(complete)
+        return {**self.result, "step": self.step, "complete": complete}
+
+    def batches(self) -> Iterator[Batch]:
+        """This rank's rows of every step that is left."""
+        data, step = self.config.data, self.step
+        changes = sorted(first for first, _ in data.lengths if first > step)
+        for until in [*(min(c, self.config.steps) for c in changes), self.config.steps]:
+            if until <= step:
+                continue
+            loader = open_loader(
+                self.shards, batch=self.config.rows, length=data.length, rank=self.ranks.rank, world=self.ranks.world,
+                first_step=step, align=self.config.align, reset=data.reset, carry=data.carry, seed=self.config.seed,
+                workers=data.workers, pieces=data.length // data.length_at(step),
+            )  # fmt: skip
+            yield from islice(loader, until - step)
+            step = until
+
+    def advance(self, batch: Batch, count: float) -> tuple[float, float]:
+        """One optimiser step; returns the mean loss over all ranks and the gradient's norm."""
+        parts = self.micro_batches(batch)
+        if self.config.data.carry and not self.lanes:
+            self.lanes = [None] * len(parts)
+        total = torch.zeros((), dtype=torch.float64, device=self.ranks.device)
+        for index, part in enumerate(parts):
+            with self.spread.backward(sync=index + 1 == len(parts)):
+                loss = self.forward(part, index)
+                (loss * (self.ranks.world / count)).backward()  # ranks are averaged, tokens counted over all
+            total += loss.detach()
+        norm = self.spread.clip(self.config.optim.clip)
+        mean = self.ranks.total(total.item())[0] / count
+        if math.isfinite(mean) and math.isfinite(norm):
+            self.bad = 0
+            for group in self.optimizer.param_groups:
+                group["lr"] = rate_at(self.config.optim, self.step, self.config.steps)
+            self.optimizer.step()
+        else:
+            self.skip(batch, mean, norm)
+        self.optimizer.zero_grad()
+        return mean, norm
+
+    def micro_batches(self, batch: Batch) -> list[Batch]:
+        """The rows of a step in portions that fit into memory."""
+        pieces = self.config.data.length // batch["ids"].shape[1]
+        size = self.config.micro_rows * pieces
+        cuts = {name: x.split(size) for name, x in batch.items()}
+        return [{name: xs[i].to(self.ranks.device) for name, xs in cuts.items()} for i in range(len(cuts["ids"]))]
+
+    def forward(self, part: Batch, index: int) -> Tensor:
+        """The summed loss of a micro-batch, with its lane of carried memories moved on."""
+        lane = self.lanes[index] if self.config.data.carry else None
+        logits, state = self.spread.forward(part["ids"], lane, documents=part.get("documents"))
+        if self.config.data.carry:
+            self.lanes[index] = state.detach()
+        return token_losses(logits, part["labels"]).sum()
+
+    def skip(self, batch: Batch, mean: float, norm: float) -> None:
+        """Leave a step out whose loss or gradient is not finite; give up after several in a row."""
+        self.bad += 1
+        self.lanes = []
+        self.metrics.say(
+            f"step {self.step + 1}: loss {mean}, gradient norm {norm}: not finite, step skipped "
+            f"({self.bad} of {self.config.bad_steps} in a row before stopping)"
+        )
+        if self.bad < self.config.bad_steps:
+            return
+        from safetensors.torch import save_file
+
+        file = self.folder / f"bad-batch-{self.step + 1}-rank-{self.ranks.rank}.safetensors"
+        save_file({name: x.contiguous() for name, x in batch.items()}, file)
+        raise TrainingError(
+            f"stopped: {self.bad} steps in a row were not finite, the last at step {self.step + 1}. The batch is in "
+            f"{file}. Lower optim.lr, or resume from an earlier checkpoint with --from"
+        )
+
+    # -- around the steps -----------------------------------------------------------------------------------------
+
+    def evaluate(self) -> None:
+        """Held-out loss by position, the memory's numbers, a sample."""
+        config = self.config
+        length = config.eval_length or 2 * config.data.length
+        shards = TokenShards(config.data.path, "held")
+        rows = held_out_rows(shards, length, min(config.eval_rows, shards.documents))
+        self.spread.module.eval()
+        found = held_out(self.spread, rows, min(length, config.data.length))
+        self.result = found
+        self.metrics.record(self.step, found)
+        self.metrics.say(f"step {self.step}: held-out loss {found['held_out']:.4f}")
+        if config.sample_tokens:
+            text = sample(self.spread, self.tokenizer, rows["ids"][0, :64], config.sample_tokens)
+            if self.ranks.first:
+                with (self.folder / "samples.jsonl").open("a") as file:
+                    file.write(json.dumps({"step": self.step, **text}) + "\n")
+        self.spread.module.train()
+
+    def save(self, wait: bool = False) -> None:
+        """A checkpoint of this step."""
+        progress = {"bad": self.bad, "held_out": self.result.get("held_out")}
+        lanes = [lane for lane in self.lanes if lane is not None]
+        self.checkpoints.save(self.step, self.spread, self.optimizer, progress, lanes, wait)
+        self.saved = self.step
+
+    def finish(self, complete: bool) -> None:
+        """The last checkpoint, and what to do next."""
+        if self.step > self.saved:
+            self.save(wait=True)
+        self.checkpoints.wait()
+        if complete:
+            self.metrics.say(f"done: {self.step} steps in {self.folder}. Next: titanmem plot {self.folder}")
+        else:
+            self.metrics.say(
+                f"stopped at step {self.step}, checkpoint written. Resume: titanmem train --resume {self.folder}"
+            )
+
+    def close(self) -> None:
+        self.stopping.restore()
+        if hasattr(self, "metrics"):
+            self.metrics.close()
+
+
+class Stopping:
+    """Ctrl-C and SIGTERM ask for a checkpoint and an end after the running step; a second Ctrl-C ends at once."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        self.before: dict[int, Any] = {}
+        if threading.current_thread() is threading.main_thread():
+            self.before = {number: signal.signal(number, self.ask) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def ask(self, number: int, _: Any) -> None:
+        if self.asked and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.asked = True
+
+    def restore(self) -> None:
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+
+def claim_folder(config: TrainConfig, folder: Path) -> None:
+    """Write what the run is. A folder with another run's config is refused."""
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / "config.json"
+    if file.exists():
+        held = json.loads(file.read_text())
+        mine = json.loads(json.dumps(config.to_dict()))
+        differ = [name for name in mine if mine[name] != held.get(name)]
+        if differ:
+            raise ValueError(
+                f"{folder} holds a run with another config (it differs in {', '.join(differ)}); choose another --out, "
+                f"or go on with its own config: titanmem train --resume {folder}"
+            )
+    else:
+        file.write_text(json.dumps(config.to_dict(), indent=1) + "\n")
+    with (folder / "provenance.jsonl").open("a") as log:  # one line for every start
+        log.write(json.dumps(provenance()) + "\n")
+
+
+def open_data(config: TrainConfig, verify: bool) -> None:
+    """Prepare the text if it is not there yet, and check it against the model."""
+    data = config.data
+    if not (Path(data.path) / "dataset.json").exists():
+        prepare(
+            data.source, Path(data.path), tokenizer=data.tokenizer, vocab_size=data.vocab_size,
+            held_out=data.held_out, limit_tokens=data.limit_tokens,
+        )  # fmt: skip
+    shards = TokenShards(data.path, "train", verify=verify)
+    if shards.vocab_size > config.model.vocab_size:
+        raise ValueError(
+            f"{data.path} has a vocabulary of {shards.vocab_size}, the model one of {config.model.vocab_size}; "
+            f"give model.vocab_size={shards.vocab_size}, or prepare the text with another tokenizer"
+        )
+
+
+def check_world(config: TrainConfig, ranks: Ranks) -> None:
+    """Every rank must get the same number of whole micro-batches."""
+    rows = config.rows
+    if rows % (ranks.world * config.micro_rows):
+        raise ValueError(
+            f"a step has {rows} rows (batch_tokens / data.length), which {ranks.world} ranks with "
+            f"micro_rows={config.micro_rows} cannot share equally; change batch_tokens or micro_rows"
+        )
+    if config.parallel.compile and "mac" in config.model.blocks and (config.data.reset or config.data.carry):
+        raise ValueError("parallel.compile with MAC takes no documents and no carried memory; give data.reset=false")

@@ -1,0 +1,44 @@
+"""How much memory a training step needs, from the config alone: an estimate to plan with."""
+
+from __future__ import annotations
+
+import math
+
+from titanmem.models.cost import parameters
+from titanmem.models.language import TitansConfig
+from titanmem.train.config import TrainConfig
+
+FLOAT = 4
+
+
+def training_bytes(config: TrainConfig, ranks: int) -> tuple[int, int]:
+    """Bytes per rank: what stays (float32 weights, gradients, two AdamW moments) and what a micro-batch passes through
+    (saved activations, the memory's kept states, logits with their gradient)."""
+    fixed = 4 * FLOAT * parameters(config.model)
+    if config.parallel.mode == "fsdp":
+        fixed //= ranks
+    tokens = config.micro_rows * config.data.length
+    width = FLOAT if config.parallel.precision == "fp32" else 2
+    layers = [
+        _block_bytes(config.model, name, config.micro_rows, config.data.length, width) for name in config.model.blocks
+    ]
+    stream = tokens * config.model.dim * width
+    saved = max(layers) + stream * len(layers) if config.parallel.recompute else sum(layers)
+    logits = 3 * tokens * config.model.vocab_size * FLOAT
+    return fixed, saved + logits
+
+
+def _block_bytes(model: TitansConfig, name: str, rows: int, length: int, width: int) -> int:
+    """Activations that one block keeps for its backward pass."""
+    memory = model.memory_config()
+    assert model.mlp_width is not None
+    per_token = 6 * model.dim + 4 * model.mlp_width  # norms, residuals, the SwiGLU's factors
+    if name != "lmm":
+        per_token += 6 * model.dim
+    total = rows * length * per_token * width
+    if name == "attention":
+        return total
+    total += rows * length * (10 * memory.inner * width + 6 * memory.num_heads * memory.depth * FLOAT)
+    weights = memory.num_heads * sum(i * o for i, o in memory.shapes)
+    kept = 2 * math.isqrt(max(1, length // memory.chunk_len)) + 2  # states between groups, and those of one group
+    return total + rows * kept * 2 * weights * FLOAT

@@ -1,0 +1,168 @@
+"""What a run says while it runs: a progress bar, metrics.jsonl, TensorBoard where installed, Weights & Biases if asked.
+
+One JSON object a line: {"step": 40, "tokens": …, "loss": …} for training, {"step": 40, "held_out": …} for evaluation.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from titanmem.models.cost import flops_per_token
+from titanmem.train.config import TrainConfig
+from titanmem.train.parallel import Ranks, peak_flops
+
+FILE = "metrics.jsonl"
+
+
+class Metrics:
+    """The first rank's records; the other ranks record nothing."""
+
+    def __init__(self, folder: Path, config: TrainConfig, first_step: int, active: bool) -> None:
+        self.active = active
+        if not active:
+            return
+        from tqdm import tqdm
+
+        keep_before(folder / FILE, first_step)
+        self.file = (folder / FILE).open("a", buffering=1)
+        self.bar: Any = tqdm(total=config.steps, initial=first_step, unit="step", dynamic_ncols=True, file=sys.stderr)
+        self.board: Any = None
+        if importlib.util.find_spec("tensorboard") is not None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self.board = SummaryWriter(folder / "tensorboard", purge_step=first_step)
+        self.wandb: Any = None
+        if config.wandb is not None:
+            self.wandb = _open_wandb(config, folder)
+
+    def record(self, step: int, values: dict[str, Any]) -> None:
+        """Write one line, and every number in it to the other places."""
+        if not self.active:
+            return
+        self.file.write(json.dumps({"step": step, **values}) + "\n")
+        numbers = dict(flatten(values))
+        if self.board is not None:
+            for name, value in numbers.items():
+                self.board.add_scalar(name, value, step)
+        if self.wandb is not None:
+            self.wandb.log(numbers, step=step)
+
+    def tick(self, **shown: str) -> None:
+        """One step further."""
+        if self.active:
+            self.bar.set_postfix(shown, refresh=False)
+            self.bar.update()
+
+    def say(self, text: str) -> None:
+        """A line above the progress bar."""
+        if self.active:
+            self.bar.write(text, file=sys.stderr)
+
+    def close(self) -> None:
+        if self.active:
+            self.bar.close()
+            self.file.close()
+            if self.board is not None:
+                self.board.close()
+            if self.wandb is not None:
+                self.wandb.finish()
+
+
+class Meter:
+    """Speed and means since the last record."""
+
+    def __init__(self, config: TrainConfig, ranks: Ranks) -> None:
+        self.config, self.ranks = config, ranks
+        self.cost = 3 * flops_per_token(config.model, config.data.length)
+        self.peak = peak_flops(ranks.device) * ranks.world
+        self.skip()
+
+    def skip(self) -> None:
+        """Start anew: the time until now is not the steps'."""
+        self.begin, self.speed = time.perf_counter(), 0.0
+        self.losses: list[float] = []
+
+    def add(self, loss: float, norm: float, rate: float) -> Callable[[], dict[str, Any]]:
+        """Note a step; returns a function that makes the record and starts anew."""
+        self.losses.append(loss)
+        self.speed = len(self.losses) * self.config.batch_tokens / (time.perf_counter() - self.begin)
+
+        def record() -> dict[str, Any]:
+            values = {"loss": sum(self.losses) / len(self.losses), "grad_norm": norm, "lr": rate, **self.numbers()}
+            self.begin, self.losses = time.perf_counter(), []
+            return values
+
+        return record
+
+    def numbers(self) -> dict[str, float]:
+        return {"tokens_per_s": self.speed, "mfu": self.speed * self.cost / self.peak, "memory_gib": memory_gib()}
+
+    def brief(self) -> dict[str, str]:
+        """For the progress bar."""
+        now = self.numbers()
+        loss = f"{self.losses[-1]:.3f}" if self.losses else "–"
+        return {
+            "loss": loss,
+            "tok/s": f"{now['tokens_per_s']:,.0f}",
+            "mfu": f"{now['mfu']:.0%}",
+            "GiB": f"{now['memory_gib']:.1f}",
+        }
+
+
+def memory_gib() -> float:
+    """Peak memory of the GPU, or of this process."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 2**30
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+def flatten(values: dict[str, Any], prefix: str = "") -> list[tuple[str, float]]:
+    """All numbers of a nested record with their paths."""
+    found: list[tuple[str, float]] = []
+    for name, value in values.items():
+        if isinstance(value, dict):
+            found += flatten(value, f"{prefix}{name}/")
+        elif isinstance(value, (int, float)):
+            found.append((prefix + name, float(value)))
+    return found
+
+
+def keep_before(path: Path, step: int) -> None:
+    """Drop the lines from `step` on, and a last line that a kill cut off: a resumed run writes them again."""
+    if not path.exists():
+        return
+    kept = [json.dumps(line) + "\n" for line in read_metrics(path) if line["step"] <= step]
+    aside = path.with_suffix(".part")
+    aside.write_text("".join(kept))
+    aside.replace(path)
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl; an incomplete last line is left out."""
+    lines = []
+    for text in path.read_text().splitlines():
+        try:
+            lines.append(json.loads(text))
+        except json.JSONDecodeError:
+            break
+    return lines
+
+
+def _open_wandb(config: TrainConfig, folder: Path) -> Any:
+    try:
+        import wandb
+    except ImportError as error:
+        raise ValueError(
+            "wandb=… asks for Weights & Biases, which is not installed; pip install wandb, or drop it"
+        ) from error
+    return wandb.init(project=config.wandb, name=folder.name, dir=folder, config=config.to_dict(), resume="allow")

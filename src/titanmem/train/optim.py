@@ -1,0 +1,40 @@
+"""AdamW, what it decays, and the learning rate over a run."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from titanmem.train.config import OptimConfig
+
+KEPT = ("gates", "initial_weight", "gain", "conv", "norm", "persistent", "scale")
+
+
+def decays(name: str, parameter: Tensor) -> bool:
+    """Weight decay pulls matrices to zero, not norms, biases, gates, convolutions, persistent tokens and the initial
+    memory: zero is no neutral value for those."""
+    return parameter.dim() >= 2 and not any(part in KEPT for part in name.split("."))
+
+
+def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
+    """Fused AdamW with two groups of parameters."""
+    groups: dict[bool, list[Tensor]] = {True: [], False: []}
+    for name, parameter in model.named_parameters():
+        groups[decays(name, parameter)].append(parameter)
+    settings = [
+        {"params": members, "weight_decay": config.weight_decay if decay else 0.0}
+        for decay, members in groups.items()
+        if members
+    ]
+    first, second = config.betas
+    return torch.optim.AdamW(settings, lr=config.lr, betas=(first, second), eps=config.eps, fused=True)
+
+
+def rate_at(config: OptimConfig, step: int, steps: int) -> float:
+    """The learning rate of a step: linear warm-up, then a cosine that ends at `final` times the peak."""
+    if step < config.warmup:
+        return config.lr * (step + 1) / config.warmup
+    done = (step - config.warmup) / max(1, steps - config.warmup)
+    return config.lr * (config.final + (1 - config.final) * 0.5 * (1 + math.cos(math.pi * min(1.0, done))))

@@ -1,0 +1,143 @@
+"""Ranks, devices and the ways to spread a model over them, applied from outside the model's code."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from titanmem.models.language import TitansLM
+from titanmem.train.config import ParallelConfig
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Where this process stands among all. One process alone is a group of one, so there is a single code path."""
+
+    rank: int
+    world: int
+    device: torch.device
+    side: Any  # a CPU group of its own for checkpoints, which are written beside the training
+
+    @property
+    def first(self) -> bool:
+        """Whether this rank speaks for all."""
+        return self.rank == 0
+
+    def total(self, *values: float) -> list[float]:
+        """Sums over all ranks, in float64."""
+        held = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.all_reduce(held)
+        return held.tolist()
+
+    def barrier(self) -> None:
+        """Wait for all."""
+        dist.barrier()
+
+
+@contextmanager
+def open_ranks(timeout_minutes: float = 30) -> Iterator[Ranks]:
+    """Join the group that torchrun describes in the environment, or a group of one."""
+    local = int(os.environ.get("LOCAL_RANK", 0))
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", local) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+    wait = timedelta(minutes=timeout_minutes)
+    if "RANK" in os.environ:
+        dist.init_process_group(backend, timeout=wait)
+    else:
+        alone = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group(backend, store=alone, rank=0, world_size=1, timeout=wait)
+    try:
+        side = dist.new_group(backend="gloo", timeout=wait)
+        yield Ranks(dist.get_rank(), dist.get_world_size(), device, side)
+    finally:
+        dist.destroy_process_group()
+
+
+class Spread:
+    """A model made ready for training on all ranks: recomputation, compilation, then sharding or replication."""
+
+    def __init__(self, model: TitansLM, config: ParallelConfig, ranks: Ranks) -> None:
+        self.module, self.ranks, self.sharded = model, ranks, config.mode == "fsdp"
+        auto = "bf16" if ranks.device.type == "cuda" else "fp32"
+        self.bf16 = (auto if config.precision == "auto" else config.precision) == "bf16"
+        for block in model.blocks:
+            if config.recompute:
+                block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+            if config.compile:
+                block.compile()
+        self.model: Any = self._shard() if self.sharded else self._replicate()
+
+    def _shard(self) -> Any:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+        # harmless here: nobody changes the outputs of blocks in place
+        warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+        mesh = init_device_mesh(self.ranks.device.type, (self.ranks.world,))
+        half = torch.bfloat16 if self.bf16 else None
+        policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32, cast_forward_inputs=False)
+        for block in self.module.blocks:
+            fully_shard(block, mesh=mesh, mp_policy=policy)
+        return fully_shard(self.module, mesh=mesh, mp_policy=policy)
+
+    def _replicate(self) -> nn.Module:
+        ids = [self.ranks.device] if self.ranks.device.type == "cuda" else None
+        return nn.parallel.DistributedDataParallel(self.module, device_ids=ids, gradient_as_bucket_view=True)
+
+    def forward(self, *inputs: Any, **settings: Any) -> Any:
+        """The model's forward in the run's precision."""
+        with torch.autocast(self.ranks.device.type, torch.bfloat16, enabled=self.bf16):
+            return self.model(*inputs, **settings)
+
+    @contextmanager
+    def backward(self, sync: bool) -> Iterator[None]:
+        """Around a micro-batch: gradients are summed over ranks only at the last one."""
+        if self.sharded:
+            self.model.set_requires_gradient_sync(sync)
+        with contextlib.nullcontext() if sync or self.sharded else self.model.no_sync():
+            yield
+
+    def clip(self, limit: float) -> float:
+        """Scale the gradients to a norm of at most `limit`; returns the norm before."""
+        norm: Any = nn.utils.clip_grad_norm_(self.module.parameters(), limit)
+        return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+
+
+def peak_flops(device: torch.device) -> float:
+    """Matrix-multiply FLOP/s that utilisation is measured against: the data sheet's dense bf16 figure for GPUs we
+    know, else the speed of a large product here and now."""
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+        sheet = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12, "4090": 165e12}
+        for key, value in sheet.items():
+            if key in name:
+                return value
+    return _measured_flops(device)
+
+
+def _measured_flops(device: torch.device, size: int = 1024) -> float:
+    import time
+
+    a = torch.randn(size, size, device=device)
+    best = float("inf")
+    for _ in range(5):
+        begin = time.perf_counter()
+        sink: Tensor = a @ a
+        sink.sum().item()
+        best = min(best, time.perf_counter() - begin)
+    return 2 * size**3 / best

@@ -1,0 +1,131 @@
+"""Pictures of runs: loss curves of several runs in one PNG, or one HTML page with the pictures inside."""
+
+from __future__ import annotations
+
+import base64
+import html
+import io
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from titanmem.train.metrics import FILE, read_metrics
+
+Metrics = list[dict[str, Any]]
+
+
+def load_runs(folders: Sequence[Path]) -> dict[str, Metrics]:
+    """The records of every run, by the folder's name (the whole path where names repeat)."""
+    names = [folder.resolve().name for folder in folders]
+    runs = {}
+    for folder, name in zip(folders, names, strict=True):
+        if not (folder / FILE).exists():
+            raise ValueError(f"{folder} has no {FILE}; expected a folder that titanmem train wrote")
+        runs[name if names.count(name) == 1 else str(folder)] = read_metrics(folder / FILE)
+    return runs
+
+
+def loss_figure(runs: dict[str, Metrics]) -> Any:
+    """Training and held-out loss against steps, and the last held-out loss by position."""
+    figure, (left, right) = new_figure(2)
+    for index, (name, lines) in enumerate(runs.items()):
+        colour = f"C{index}"
+        train = [(line["step"], line["loss"]) for line in lines if "loss" in line]
+        held = [(line["step"], line["held_out"]) for line in lines if "held_out" in line]
+        if train:
+            left.plot(*zip(*train, strict=True), color=colour, alpha=0.45, linewidth=1)
+        if held:
+            left.plot(*zip(*held, strict=True), color=colour, marker="o", markersize=3, label=f"{name}, held out")
+        places = [line["by_position"] for line in lines if "by_position" in line]
+        if places:
+            middle = [(p["from"] + p["to"]) / 2 for p in places[-1]]
+            right.plot(middle, [p["loss"] for p in places[-1]], color=colour, marker="o", markersize=3, label=name)
+    left.set(xlabel="step", ylabel="loss, nats per token", title="training (thin) and held-out loss")
+    right.set(xlabel="position in the document", xscale="log", title="held-out loss by position")
+    for axes in (left, right):
+        if axes.has_data():
+            axes.legend(frameon=False, fontsize=8)
+    return figure
+
+
+def memory_figure(runs: dict[str, Metrics]) -> Any | None:
+    """Surprise, gates and weight norm of every layer over training; None if no run has a memory."""
+    names = ["surprise", "weight_norm", "step", "momentum", "forget"]
+    found = {name: [line for line in lines if line.get("memory")] for name, lines in runs.items()}
+    if not any(found.values()):
+        return None
+    figure, axes = new_figure(len(names))
+    for index, lines in enumerate(found.values()):
+        layers = list(lines[0]["memory"]) if lines else []
+        for depth, layer in enumerate(layers):
+            shade = 1 - 0.75 * depth / max(1, len(layers))
+            for axis, name in zip(axes, names, strict=True):
+                steps = [line["step"] for line in lines]
+                values = [line["memory"][layer][name] for line in lines]
+                axis.plot(steps, values, color=f"C{index}", alpha=shade, marker=".", markersize=3)
+    for axis, name in zip(axes, names, strict=True):
+        axis.set(title=name.replace("_", " "), xlabel="step")
+    return figure
+
+
+def new_figure(columns: int, width: float = 4.6, height: float = 3.4) -> tuple[Any, Any]:
+    """A figure with axes side by side, without needing a screen."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ValueError("plots need matplotlib; pip install 'titanmem[train]'") from error
+    figure = Figure(figsize=(width * columns, height), layout="constrained", dpi=120)
+    axes = figure.subplots(1, columns, squeeze=False)[0]
+    for axis in axes:
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.grid(alpha=0.25)
+    return figure, axes
+
+
+def write_page(path: Path, title: str, parts: Sequence[Any]) -> None:
+    """One HTML file: strings are paragraphs (or ready markup if they start with '<'), figures become pictures in it."""
+    body = []
+    for part in parts:
+        if isinstance(part, str):
+            body.append(part if part.startswith("<") else f"<p>{html.escape(part)}</p>")
+        else:
+            body.append(f'<img alt="plot" src="data:image/png;base64,{_encode(part)}">')
+    style = (
+        "body{font:16px/1.5 system-ui,sans-serif;max-width:62rem;margin:2rem auto;padding:0 1rem;color:#222}"
+        "img{max-width:100%}table{border-collapse:collapse}td,th{padding:.25rem .8rem;text-align:right;"
+        "border-bottom:1px solid #ddd}td:first-child,th:first-child{text-align:left}"
+        "pre{background:#f6f6f6;padding:1rem;overflow-x:auto}"
+    )
+    head = f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{html.escape(title)}</title>'
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"{head}<style>{style}</style><h1>{html.escape(title)}</h1>{''.join(body)}</html>\n")
+
+
+def _encode(figure: Any) -> str:
+    held = io.BytesIO()
+    figure.savefig(held, format="png")
+    return base64.b64encode(held.getvalue()).decode()
+
+
+def plot_runs(folders: Sequence[Path], out: Path) -> None:
+    """Draw runs into a .png, or a .html page that also has the memory's numbers and the last sample."""
+    runs = load_runs(folders)
+    losses = loss_figure(runs)
+    if out.suffix == ".png":
+        out.parent.mkdir(parents=True, exist_ok=True)
+        losses.savefig(out)
+        return
+    if out.suffix != ".html":
+        raise ValueError(f"--out must end in .png or .html, got {out}")
+    parts: list[Any] = [losses]
+    memory = memory_figure(runs)
+    if memory is not None:
+        parts += ["<h2>What the memory does</h2>", "Darker lines are earlier layers.", memory]
+    for folder in folders:
+        samples = folder / "samples.jsonl"
+        if samples.exists():
+            last = json.loads(samples.read_text().splitlines()[-1])
+            parts.append(f"<h2>{html.escape(folder.name)}, a sample at step {last['step']}</h2>")
+            parts.append(f"<pre><b>{html.escape(last['prompt'])}</b>{html.escape(last['text'])}</pre>")
+    write_page(out, "Training runs: " + ", ".join(runs), parts)

@@ -1,0 +1,193 @@
+"""Preparing: the same bytes whatever the number of processes and however often it was killed."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from corpus import all_documents, all_files, write_files, write_lines
+
+from titanmem.data import encode
+from titanmem.data.prepare import locked, prepare
+from titanmem.data.shards import TokenShards
+from titanmem.data.sources import is_held_out
+from titanmem.data.tokenizer import load_tokenizer
+
+SETTINGS = {"held_out": 0.2, "shard_tokens": 1500, "workers": 1, "progress": False}
+
+
+@pytest.fixture
+def source(tmp_path, monkeypatch):
+    """A folder of files that makes about a dozen groups."""
+    monkeypatch.setattr(encode, "GROUP_BYTES", 800)
+    return str(write_files(tmp_path / "source"))
+
+
+@pytest.fixture
+def expected(source, tmp_path):
+    """The files of an undisturbed run."""
+    prepare(source, tmp_path / "expected", **SETTINGS)
+    return all_files(tmp_path / "expected")
+
+
+def test_every_document_is_in_one_split_and_ends_with_the_end(source, tmp_path):
+    prepare(source, tmp_path / "out", **SETTINGS)
+    texts = {p.relative_to(source).as_posix(): p.read_text() for p in Path(source).rglob("*.txt")}
+    for split in ("train", "held"):
+        shards = TokenShards(tmp_path / "out", split)
+        mine = [n for n in sorted(texts) if texts[n] and is_held_out(n, texts[n], 0.2) == (split == "held")]
+        assert [bytes(d).decode() for d in all_documents(shards)] == [texts[n] + "\0" for n in mine]
+        assert shards.documents == len(mine)
+        assert all(s.tokens <= 1500 for s in shards.shards)
+        assert len(shards.shards) > 1
+
+
+@pytest.mark.parametrize("limit", [None, 5000])
+def test_two_worker_counts_write_identical_shards(source, tmp_path, limit):
+    for workers in (1, 2):
+        prepare(source, tmp_path / str(workers), limit_tokens=limit, **SETTINGS | {"workers": workers})
+    one, two = all_files(tmp_path / "1"), all_files(tmp_path / "2")
+    assert one == two
+    assert {"dataset.json", "parts.json", "tokenizer/tokenizer_bytes.json", "train-00000.safetensors"} <= set(one)
+
+
+@pytest.mark.parametrize("limits", [{"limit_documents": 11}, {"limit_tokens": 2000}])
+def test_limits_take_the_first_documents(source, tmp_path, limits):
+    settings = SETTINGS | {"held_out": 0}
+    whole = all_documents(prepare(source, tmp_path / "whole", **settings))
+    some = all_documents(prepare(source, tmp_path / "some", **limits, **settings))
+    assert some == whole[: len(some)]
+    if "limit_documents" in limits:
+        assert len(some) == 11
+    else:
+        assert sum(map(len, some)) <= 2000 < sum(map(len, whole[: len(some) + 1]))
+
+
+KILLED = """
+import os, signal, sys
+from titanmem.data import encode, journal
+from titanmem.data.prepare import prepare
+encode.GROUP_BYTES = 800
+add = journal.Journal.add
+def killed(self, entry):
+    add(self, entry)
+    if len(self.notes) == 4:
+        self.path.open("ab").write(b'{"group": 4, "li')  # half a line, as a kill may leave it
+        os.kill(os.getpid(), signal.SIGKILL)
+journal.Journal.add = killed
+prepare(sys.argv[1], sys.argv[2], held_out=0.2, shard_tokens=1500, workers=1, progress=False)
+"""
+
+
+def test_a_killed_preparation_resumes_to_the_same_files(source, expected, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    run = subprocess.run([sys.executable, "-c", KILLED, source, str(out)], check=False)
+    assert run.returncode == -signal.SIGKILL
+    with pytest.raises(ValueError, match=r"no dataset\.json"):
+        TokenShards(out)
+    done, whole = [], encode.Encoder.encode
+    monkeypatch.setattr(
+        encode.Encoder, "encode", lambda self, group, limit: done.append(group) or whole(self, group, limit)
+    )
+    prepare(source, out, **SETTINGS)
+    assert done[0] == 4
+    assert len(done) == len(set(done))
+    assert all_files(out) == expected
+
+
+def test_stopped_at_any_file_it_goes_on_to_the_same_files(source, expected, tmp_path, monkeypatch):
+    out, replace, stops = tmp_path / "out", os.replace, 0
+    while not (out / "dataset.json").exists():
+        room = [3]  # files that can be written before the disk is full
+
+        def full(a, b, room=room):
+            room[0] -= 1
+            if room[0] < 0:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            replace(a, b)
+
+        monkeypatch.setattr(os, "replace", full)
+        try:
+            prepare(source, out, **SETTINGS)
+        except ValueError as error:
+            stops += 1
+            assert "No space left on device" in str(error)  # noqa: PT017
+            assert str(out) in str(error)  # noqa: PT017
+    assert stops > 5
+    assert all_files(out) == expected
+
+
+def test_finished_is_finished_and_other_settings_are_refused(source, expected, tmp_path, capsys):
+    out = tmp_path / "expected"
+    before = {p: p.stat().st_mtime_ns for p in out.iterdir()}
+    prepare(source, out, **SETTINGS | {"progress": True})
+    assert "already prepared" in capsys.readouterr().err
+    assert {p: p.stat().st_mtime_ns for p in out.iterdir()} == before
+    with pytest.raises(ValueError, match=r"held_out: 0\.2 there, 0\.1 now; limit_tokens: None there, 9 now"):
+        prepare(source, out, **SETTINGS | {"held_out": 0.1, "limit_tokens": 9})
+
+
+def test_lost_and_damaged_shards_alone_are_made_again(source, expected, tmp_path):
+    out = tmp_path / "expected"
+    (out / "train-00001.safetensors").unlink()
+    os.truncate(out / "held-00000.safetensors", 300)
+    kept = (out / "train-00000.safetensors").stat().st_mtime_ns
+    prepare(source, out, **SETTINGS)
+    assert all_files(out) == expected
+    assert (out / "train-00000.safetensors").stat().st_mtime_ns == kept
+
+
+def test_shards_are_not_made_again_from_a_changed_source(source, expected, tmp_path):
+    out, shard = tmp_path / "expected", tmp_path / "expected" / "train-00000.safetensors"
+    shard.unlink()
+    changed = next(p for p in sorted(Path(source).rglob("*.txt")) if not is_held_out(f"0/{p.name}", "", 0.2))
+    size = changed.stat().st_size
+    changed.write_text("x" * size)  # even when its size stays
+    with pytest.raises(ValueError, match=r"changed since .*expected was prepared"):
+        prepare(source, out, **SETTINGS)
+    assert not shard.exists()
+    changed.write_text("x" * (size + 1))
+    with pytest.raises(ValueError, match="changed since"):
+        prepare(source, out, **SETTINGS)
+
+
+def test_a_trained_tokenizer_is_saved_with_the_shards(source, tmp_path):
+    pytest.importorskip("tokenizers", reason="training needs the package tokenizers")
+    shards = prepare(source, tmp_path / "out", tokenizer="bpe", vocab_size=300, **SETTINGS)
+    tokenizer = load_tokenizer(tmp_path / "out")
+    assert (shards.vocab_size, shards.end) == (tokenizer.vocab_size, tokenizer.end)
+    assert shards.index.dtype == "uint16"
+    first = next(p for p in sorted(Path(source).rglob("*.txt")) if not is_held_out(f"0/{p.name}", "", 0.2))
+    assert tokenizer.decode(all_documents(shards)[0]) == first.read_text()
+
+
+def test_two_runs_never_write_one_folder(source, tmp_path):
+    (tmp_path / "out").mkdir()
+    with locked(tmp_path / "out"), pytest.raises(ValueError, match="another process is preparing"):
+        prepare(source, tmp_path / "out", **SETTINGS)
+
+
+def test_faults_of_the_caller_are_named(tmp_path):
+    lines = write_lines(tmp_path / "a.jsonl", [10, 10])
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "bad.jsonl").write_text(json.dumps({"text": "a"}) + "\nno json\n")
+    (tmp_path / "file").write_text("")
+    for number, (source, settings, text) in enumerate([
+        (lines, {"held_out": 1.0}, r"held_out is a share of the documents in \[0, 1\)"),
+        (lines, {"held_out": 0.999999999}, "took all 2 documents"),
+        (lines, {"vocab_size": 300}, "vocab_size goes with tokenizer 'bpe'"),
+        (lines, {"limit_tokens": 5}, "limit_tokens=5 is less than the first document"),
+        (lines, {"workers": 0}, "workers must be at least 1"),
+        (tmp_path / "empty.txt", {}, "holds no text"),
+        (tmp_path / "bad.jsonl", {}, r"bad\.jsonl, line 2"),
+    ]):  # fmt: skip
+        with pytest.raises(ValueError, match=text):
+            prepare(str(source), tmp_path / f"out{number}", progress=False, **settings)
+    with pytest.raises(ValueError, match=r"cannot write .*file/out: Not a directory"):
+        prepare(str(lines), tmp_path / "file" / "out", progress=False)

@@ -1,0 +1,42 @@
+"""From a run to a model that generates, and to pictures."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from runs import small_config, weights_of
+
+from titanmem import TitansLM
+from titanmem.cli import main
+from titanmem.train.loop import train
+
+
+@pytest.fixture(scope="module")
+def run(corpus, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    train(small_config(corpus, steps=4, eval_every=2, log_every=1), folder)
+    return folder
+
+
+def test_an_exported_model_is_the_runs_and_generates(run, tmp_path, capsys):
+    assert main(["export", str(run), str(tmp_path / "model")]) == 0
+    model = TitansLM.load(tmp_path / "model")
+    trained = weights_of(run)
+    assert all(torch.equal(p, trained[name]) for name, p in model.named_parameters())
+    capsys.readouterr()
+    assert main(["generate", str(tmp_path / "model"), "abcd ", "--tokens", "12", "--seed", "0"]) == 0
+    assert capsys.readouterr().out.strip()
+
+
+def test_runs_are_drawn_into_one_picture_and_one_page(run, tmp_path):
+    assert main(["plot", str(run), str(run), "--out", str(tmp_path / "both.png")]) == 0
+    assert (tmp_path / "both.png").read_bytes()[:4] == b"\x89PNG"
+    assert main(["plot", str(run), "--out", str(tmp_path / "run.html")]) == 0
+    page = (tmp_path / "run.html").read_text()
+    assert page.count("data:image/png;base64,") == 2
+    assert "a sample at step 4" in page
+
+
+def test_plotting_something_else_says_what_was_expected(tmp_path, capsys):
+    assert main(["plot", str(tmp_path)]) == 2
+    assert "expected a folder that titanmem train wrote" in capsys.readouterr().err

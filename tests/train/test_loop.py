@@ -1,0 +1,156 @@
+"""Training is a function of its config: the same however it is cut, stopped or spread."""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from runs import assert_same_weights, golden_losses, losses_of, losses_of_ranks, small_config, start, weights_of
+
+from titanmem.train import loop
+from titanmem.train.loop import TrainingError, train
+from titanmem.train.metrics import read_metrics
+
+GOLDEN = Path(__file__).parent / "golden.json"  # `python tests/train/golden.py` writes it anew after a meant change
+
+
+@pytest.mark.parametrize("block", ["mac", "mag", "mal", "lmm", "attention"])
+def test_the_golden_losses_are_reached(corpus, tmp_path, block):
+    losses = golden_losses(corpus, block, tmp_path)
+    golden = json.loads(GOLDEN.read_text())[block]
+    assert losses == pytest.approx(golden, rel=2e-4)
+    assert losses[-1] < losses[0] - 0.5
+
+
+@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_ranks_change_nothing_but_rounding(corpus, tmp_path, mode, world):
+    config = small_config(corpus, micro_rows=1)
+    one = losses_of(config, tmp_path / "one")
+    many = losses_of_ranks(config.change({"parallel.mode": mode}), tmp_path / "many", world)
+    assert many == pytest.approx(one, rel=1e-5)
+
+
+def test_accumulation_and_recomputation_change_nothing_but_rounding(corpus, tmp_path):
+    whole = losses_of(small_config(corpus, micro_rows=4), tmp_path / "a")
+    parts = losses_of(small_config(corpus, micro_rows=1, **{"parallel.recompute": True}), tmp_path / "b")
+    assert parts == pytest.approx(whole, rel=1e-5)
+
+
+@pytest.mark.parametrize("carry", [False, True])
+@pytest.mark.parametrize("block", ["mac", "lmm"])
+def test_a_resumed_run_is_bitwise_the_run_that_never_stopped(corpus, tmp_path, block, carry):
+    config = small_config(corpus, block, save_every=3, **{"data.carry": carry})
+    straight = losses_of(config, tmp_path / "straight")
+    _stop_after(3, config, tmp_path / "resumed")
+    assert losses_of(config, tmp_path / "resumed") == straight[3:]
+    assert_same_weights(tmp_path / "straight", tmp_path / "resumed")
+    steps = [line["step"] for line in read_metrics(tmp_path / "resumed" / "metrics.jsonl")]
+    assert steps == sorted(steps)
+
+
+def _stop_after(steps: int, config, folder: Path) -> None:
+    """Break a run off right after a checkpoint, as a crash would."""
+
+    class Crash(Exception):
+        pass
+
+    def crash(step: int, loss: float) -> None:
+        if step > steps:
+            raise Crash
+
+    with pytest.raises(Crash):
+        train(config, folder, on_step=crash)
+
+
+def test_a_run_goes_on_with_another_number_of_ranks(corpus, tmp_path):
+    config = small_config(corpus, micro_rows=1, save_every=3, **{"data.carry": True})
+    straight = losses_of(config, tmp_path / "straight")
+    _stop_after(3, config, tmp_path / "resumed")
+    rest = losses_of_ranks(config, tmp_path / "resumed", 2)
+    assert rest == pytest.approx(straight[3:], rel=1e-5)
+
+
+def test_the_memory_is_carried_over_the_rows_of_a_document(corpus, tmp_path):
+    carried = losses_of(small_config(corpus, "lmm", **{"data.carry": True}), tmp_path / "a")
+    fresh = losses_of(small_config(corpus, "lmm", **{"data.carry": True}), tmp_path / "b")
+    assert carried == fresh
+    seen: list[bool] = []
+
+    class Watched(loop.Run):
+        def forward(self, part, index):
+            seen.append(self.lanes[index] is not None)
+            return super().forward(part, index)
+
+    with loop.open_ranks() as ranks:
+        run = Watched(small_config(corpus, "lmm", **{"data.carry": True}), tmp_path / "c", ranks, None)
+        run.go(lambda step, loss: None)
+        run.close()
+    assert seen == [False] * 2 + [True] * 10
+
+
+def test_a_curriculum_reads_the_same_tokens_in_shorter_rows(corpus, tmp_path):
+    shapes = []
+
+    class Watched(loop.Run):
+        def advance(self, batch, count):
+            shapes.append(tuple(batch["ids"].shape))
+            return super().advance(batch, count)
+
+    with loop.open_ranks() as ranks:
+        config = small_config(corpus, steps=4, **{"data.lengths": [[0, 32], [3, 64]]})
+        run = Watched(config, tmp_path, ranks, None)
+        run.go(lambda step, loss: None)
+        run.close()
+    assert shapes == [(8, 32), (8, 32), (8, 32), (4, 64)]
+
+
+def test_a_loss_that_is_not_finite_skips_the_step(corpus, tmp_path, monkeypatch):
+    config = small_config(corpus, save_every=1, steps=3)
+    real, calls = loop.token_losses, []
+
+    def poisoned(logits, labels):
+        calls.append(None)
+        return real(logits, labels) * (math.nan if len(calls) == 3 else 1)  # in the second step
+
+    monkeypatch.setattr(loop, "token_losses", poisoned)
+    losses = losses_of(config, tmp_path)
+    assert [math.isfinite(loss) for loss in losses] == [True, False, True]
+    assert all(torch.isfinite(w).all() for w in weights_of(tmp_path).values())
+
+
+def test_training_stops_after_several_bad_steps_with_the_batch_saved(corpus, tmp_path, monkeypatch):
+    from safetensors.torch import load_file
+
+    monkeypatch.setattr(loop, "token_losses", lambda logits, labels: logits.sum() * math.nan)
+    with pytest.raises(TrainingError, match="3 steps in a row") as error:
+        train(small_config(corpus, bad_steps=3), tmp_path)
+    file = next(tmp_path.glob("bad-batch-3-*"))
+    assert str(file) in str(error.value)
+    assert load_file(file)["ids"].shape == (4, 64)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_writes_a_checkpoint_and_says_how_to_resume(corpus, tmp_path, number):
+    config = small_config(corpus, steps=2000)
+    process = start(config, tmp_path / "run")
+    assert process.stdout is not None
+    for _ in range(3):
+        process.stdout.readline()
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert f"titanmem train --resume {tmp_path / 'run'}" in errors
+    steps = [int(p.name[5:]) for p in (tmp_path / "run" / "checkpoints").iterdir()]
+    assert len(steps) == 1
+    assert 3 <= steps[0] < 2000
+
+
+def test_a_folder_of_another_run_is_refused(corpus, tmp_path):
+    train(small_config(corpus, steps=1), tmp_path)
+    with pytest.raises(ValueError, match=r"another config .*optim"):
+        train(small_config(corpus, steps=1, **{"optim.lr": 1e-4}), tmp_path)
