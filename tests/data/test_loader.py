@@ -87,7 +87,7 @@ def test_document_numbers_are_used_once(shards):
     assert "documents" not in Rows(shards, length=16)[0]
 
 
-def test_the_order_changes_with_seed_and_epoch_and_with_nothing_else(shards):
+def test_the_order_changes_with_seed_and_epoch_and_with_nothing_else(shards, tmp_path):
     rows = Rows(shards, length=16, seed=1)
     count = rows.rows_per_epoch
     first, second = read(rows, 0, count)["ids"], read(rows, count, count)["ids"]
@@ -96,6 +96,8 @@ def test_the_order_changes_with_seed_and_epoch_and_with_nothing_else(shards):
     again = pickle.loads(pickle.dumps(rows))
     backwards = torch.stack([again[i]["ids"] for i in reversed(range(count))]).flip(0)
     assert torch.equal(first, backwards)
+    rows = Rows(make_shards(tmp_path, SIZES, 10**6), length=16, carry=True)  # the order within one shard
+    assert rows[0]["ids"].tolist() != rows[rows.rows_per_epoch]["ids"].tolist()
     assert shuffled(8, 1, 2, 3).tolist() == [1, 3, 7, 5, 2, 0, 4, 6]
 
 
@@ -161,10 +163,11 @@ def test_opening_a_loader_leaves_the_random_state_alone(shards):
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_held_out_rows_are_the_longest_documents_from_their_beginning(shards):
-    held = held_out_rows(shards, 40, 7)
-    longest = sorted(all_documents(shards), key=len, reverse=True)[:7]
-    assert held["ids"].shape == held["labels"].shape == (7, 40)
+@pytest.mark.parametrize("count", [1, 2, 7])
+def test_held_out_rows_are_the_longest_documents_from_their_beginning(shards, count):
+    held = held_out_rows(shards, 40, count)
+    longest = sorted(all_documents(shards), key=len, reverse=True)[:count]
+    assert held["ids"].shape == held["labels"].shape == (count, 40)
     for ids, labels, document in zip(held["ids"].tolist(), held["labels"].tolist(), longest, strict=True):
         padding = 40 - len(document)
         assert ids == (document + [shards.end] * padding)[:40]

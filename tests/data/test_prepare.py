@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,8 +15,9 @@ import pytest
 from corpus import all_documents, all_files, write_files, write_lines
 
 from titanmem.data import encode
+from titanmem.data.journal import Journal
 from titanmem.data.prepare import locked, prepare
-from titanmem.data.shards import TokenShards
+from titanmem.data.shards import Settings, TokenShards
 from titanmem.data.sources import is_held_out
 from titanmem.data.tokenizer import load_tokenizer
 
@@ -72,6 +74,7 @@ def test_limits_take_the_first_documents(source, tmp_path, limits):
 KILLED = """
 import os, signal, sys
 from titanmem.data import encode, journal
+from titanmem.data.journal import Journal
 from titanmem.data.prepare import prepare
 encode.GROUP_BYTES = 800
 add = journal.Journal.add
@@ -99,6 +102,16 @@ def test_a_killed_preparation_resumes_to_the_same_files(source, expected, tmp_pa
     assert done[0] == 4
     assert len(done) == len(set(done))
     assert all_files(out) == expected
+
+
+def test_a_torn_line_of_the_journal_is_dropped(tmp_path):
+    path, settings = tmp_path / "journal.jsonl", Settings("source")
+    notes = [encode.Note(group, encode.Limit(), False, (encode.Piece("train", 5, 1),)) for group in range(2)]
+    Journal(path, settings, "plan").add(notes[0])
+    with path.open("ab") as file:
+        file.write(b'{"group": 1, "li')
+    Journal(path, settings, "plan").add(notes[1])
+    assert Journal(path, settings, "plan").notes == dict(enumerate(notes))
 
 
 def test_stopped_at_any_file_it_goes_on_to_the_same_files(source, expected, tmp_path, monkeypatch):
@@ -152,8 +165,10 @@ def test_shards_are_not_made_again_from_a_changed_source(source, expected, tmp_p
     with pytest.raises(ValueError, match=r"changed since .*expected was prepared"):
         prepare(source, out, **SETTINGS)
     assert not shard.exists()
-    changed.write_text("x" * (size + 1))
-    with pytest.raises(ValueError, match="changed since"):
+    shutil.rmtree(out / "unfinished")
+    for path in sorted(Path(source).rglob("*.txt"))[5:]:
+        path.unlink()
+    with pytest.raises(ValueError, match=r"changed since .*expected was prepared"):
         prepare(source, out, **SETTINGS)
 
 

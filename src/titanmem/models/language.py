@@ -136,9 +136,10 @@ class TitansLM(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Small embeddings; projections that end in the residual stream shrink with depth."""
-        nn.init.normal_(self.embedding.weight, std=0.02)
-        nn.init.normal_(self.head.weight, std=0.02)
+        """Embeddings that enter the residual stream and leave the head at unit scale (`_embed` multiplies by √dim);
+        projections that end in the stream shrink with depth."""
+        nn.init.normal_(self.embedding.weight, std=self.config.dim**-0.5)
+        nn.init.normal_(self.head.weight, std=self.config.dim**-0.5)
         shrink = (2 * self.config.num_layers) ** -0.5
         for name, weight in self.blocks.named_parameters():
             if name.endswith(("window.qkv.weight", "mlp.gate.weight", "mlp.up.weight")):
@@ -177,7 +178,7 @@ class TitansLM(nn.Module):
         self._check(ids, state, mask, documents)
         if ids.shape[1] == 0:
             state = self.start(ids.shape[0]) if state is None else state
-            empty = self.head(self.norm(self.embedding(ids)))
+            empty = self.head(self.norm(self._embed(ids)))
             return (empty, state, [None] * len(self.blocks)) if probe else (empty, state)
         order = None
         if mask is not None:
@@ -189,7 +190,7 @@ class TitansLM(nn.Module):
         layout = Layout(lengths, _starts(documents, before, state is not None))
         context = Context(layout, learn, probe)
 
-        x = self.embedding(ids)
+        x = self._embed(ids)
         states, probes = [], []
         for index, block in enumerate(self.blocks):
             x, after, seen = block(x, None if state is None else state.blocks[index], context)
@@ -203,6 +204,10 @@ class TitansLM(nn.Module):
             logits = torch.where(mask.unsqueeze(-1), unpack(logits, order), 0)
             probes = [None if p is None else p.map(lambda t: unpack(t, order)) for p in probes]
         return (logits, new, probes) if probe else (logits, new)
+
+    def _embed(self, ids: Tensor) -> Tensor:
+        """Tokens at unit scale: beside blocks whose outputs are about 1, smaller ones would drown."""
+        return self.embedding(ids) * self.config.dim**0.5
 
     def start(self, batch: int) -> ModelState:
         """The state before the first token."""

@@ -14,6 +14,7 @@ from torch.nn.functional import cross_entropy
 from titanmem.data.tokenizer import Tokenizer
 from titanmem.layers.neural_memory import Probe
 from titanmem.models.generation import generate
+from titanmem.models.language import TitansLM
 from titanmem.state import MemoryState, ModelState, State
 from titanmem.train.parallel import Spread
 
@@ -38,6 +39,42 @@ def held_out(spread: Spread, rows: dict[str, Tensor], piece: int) -> dict[str, A
     total = (loss.sum() / real.sum()).item()
     assert state is not None
     return {"held_out": total, "by_position": by_position(loss, real), "memory": memory_numbers(state, probes)}
+
+
+@torch.no_grad()
+def memory_work(model: TitansLM, rows: dict[str, Tensor], piece: int, forget_every: int) -> dict[str, Any]:
+    """Does the memory do the work? The loss on the second half of documents (rows of ids and labels [B, T]), read
+
+        fresh     with a state that is emptied every `forget_every` tokens, so that nothing older helps
+        frozen    with the memory of the first half, which learns nothing more
+        learning  with the memory of the first half, learning on
+
+    and the loss by position of the last. Rows are read in pieces of `piece` tokens."""
+    ids, labels = rows["ids"], rows["labels"]
+    half = ids.shape[1] // 2 // piece * piece
+
+    def read(first: int, last: int, state: ModelState | None, size: int, **how: Any) -> tuple[Tensor, ModelState | None]:
+        losses = []
+        for begin in range(first, last, size):
+            part = slice(begin, min(begin + size, last))
+            logits, after = model(ids[:, part], state, **how)
+            losses.append(token_losses(logits, labels[:, part]))
+            state = after if keep else None
+        return torch.cat(losses, 1), state
+
+    keep = True
+    begin, warm = read(0, half, None, piece)
+    learning, _ = read(half, ids.shape[1], warm, piece)
+    frozen, _ = read(half, ids.shape[1], warm, piece, learn=False)
+    keep = False
+    fresh, _ = read(half, ids.shape[1], None, forget_every)
+    real = labels[:, half:] >= 0
+    means = {"fresh": fresh, "frozen": frozen, "learning": learning}
+    whole = torch.cat([begin, learning], 1)
+    return {
+        **{name: (loss.sum() / real.sum()).item() for name, loss in means.items()},
+        "by_position": by_position(whole, labels >= 0),
+    }
 
 
 def by_position(loss: Tensor, real: Tensor, first: int = 64) -> list[dict[str, float]]:
