@@ -17,10 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 import titanmem
+from titanmem.data.recall import recall_batch
+from titanmem.train.config import OptimConfig
+from titanmem.train.optim import make_optimizer
 
 VOCAB, TOKENS, RATE = 512, 16_384, 2e-3
 SHORT = [(64, 4), (64, 8)]
@@ -33,32 +35,15 @@ MEMORIES: dict[str, dict[str, Any]] = {
 }
 
 
-def make_batch(rows: int, length: int, pairs: int, device: str) -> tuple[Tensor, Tensor]:
-    """Inputs [rows, length] and targets, −100 where nothing is asked."""
-    half = VOCAB // 2
-    keys = torch.rand(rows, half, device=device).argsort(1)[:, :pairs]
-    values = torch.randint(half, VOCAB, (rows, pairs), device=device)
-    x = torch.randint(half, VOCAB, (rows, length), device=device)
-    x[:, 0 : 2 * pairs : 2], x[:, 1 : 2 * pairs : 2] = keys, values
-    asked = torch.rand(rows, length - 2 * pairs, device=device).argsort(1)[:, :pairs] + 2 * pairs
-    target = torch.full((rows, length), -100, device=device)
-    return x.scatter(1, asked, keys), target.scatter(1, asked, values)
-
-
 @torch.no_grad()
 def accuracy(model: titanmem.TitansLM, length: int, pairs: int, device: str, batches: int = 4) -> float:
     right = total = 0
     for _ in range(batches):
-        x, target = make_batch(max(4, TOKENS // length), length, pairs, device)
+        x, target = recall_batch(max(4, TOKENS // length), length, pairs, VOCAB, device=device)
         asked = target >= 0
         right += int((model(x)[0].argmax(-1)[asked] == target[asked]).sum())
         total += int(asked.sum())
     return right / total
-
-
-def decays(name: str, parameter: Tensor) -> bool:
-    """Weight decay is for matrices, not for norms, gates, convolutions and the initial memory."""
-    return parameter.dim() >= 2 and not any(part in name for part in ("gates", "initial", "conv", "gain"))
 
 
 def train(name: str, memory: dict[str, Any], steps: int, seconds: float, device: str) -> dict[str, Any]:
@@ -68,17 +53,13 @@ def train(name: str, memory: dict[str, Any], steps: int, seconds: float, device:
         VOCAB, 128, 2, 2, block="lmm", num_persistent=0, mlp_width=512, memory={"expansion": 2, **memory}
     )
     model = titanmem.TitansLM(config).to(device)
-    groups: dict[bool, list[Tensor]] = {True: [], False: []}
-    for key, parameter in model.named_parameters():
-        groups[decays(key, parameter)].append(parameter)
-    settings = [{"params": ps, "weight_decay": 0.1 if decay else 0.0} for decay, ps in groups.items()]
-    optimiser = torch.optim.AdamW(settings, lr=RATE, betas=(0.9, 0.95))
+    optimiser = make_optimizer(model, OptimConfig(lr=RATE))
     begin, step = time.perf_counter(), 0
     while (done := max(step / steps, (time.perf_counter() - begin) / seconds)) < 1:
         for group in optimiser.param_groups:
             group["lr"] = RATE * min(1, (step + 1) / 100) * 0.5 * (1 + math.cos(math.pi * done))
         length, pairs = SHORT[step % 2] if step < 300 else MIXTURE[int(torch.randint(0, len(MIXTURE), ()))]
-        x, target = make_batch(TOKENS // length, length, pairs, device)
+        x, target = recall_batch(TOKENS // length, length, pairs, VOCAB, device=device)
         loss = cross_entropy(model(x)[0].flatten(0, 1), target.flatten())
         optimiser.zero_grad()
         loss.backward()

@@ -1,121 +1,285 @@
-"""Build a small model, stream a long file of the Python standard library through it, and show what the memory did.
+"""The main job in about five minutes on two cores: train small models, and see whether the memory does the work.
 
-    python examples/quickstart.py [--file PATH] [--tokens N] [--out FOLDER]
+    python examples/quickstart.py [--out FOLDER] [--minutes N]
 
-The model is not trained: its parameters are random. What you see is the memory alone, learning while it reads: its
-inner loss ‖M(k) − v‖² lies below that of a memory that has read the file but is frozen, and far below that of a fresh
-one. A second reading gains little: with its initial gates the memory looks back some hundred tokens; training decides
-how long it remembers. The state has the same size after 200 tokens as after 200,000.
+1. Recall: a row names pairs of key and value, and asks for them later. A memory model and an attention model of equal
+   size, which sees the last 32 tokens, learn it at lengths up to 128 and are tested to 16 times that.
+2. Text: a MAC model and an attention model of equal size learn Python source code, reading it as one long stream.
+   Held-out files far longer than the window are then read with the memory emptied, frozen and learning.
+
+Everything ends in one page, FOLDER/report.html. Stopped and started again, it goes on with what is left.
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
-import sysconfig
+import html
+import json
+import math
+import platform
 import time
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch.nn.functional import cross_entropy
+from tqdm import tqdm
 
-from titanmem import ModelState, TitansConfig, TitansLM
+from titanmem import TitansConfig, TitansLM
+from titanmem.data.loader import held_out_rows
+from titanmem.data.recall import recall_batch
+from titanmem.data.shards import TokenShards
 from titanmem.models.cost import parameters
+from titanmem.models.sizes import fit_mlp
+from titanmem.train.config import DataConfig, OptimConfig, TrainConfig
+from titanmem.train.evaluate import memory_work
+from titanmem.train.export import load_run
+from titanmem.train.loop import train
+from titanmem.train.optim import make_optimizer
+from titanmem.train.plots import new_figure, write_page
 
-PIECE = 2048
+WINDOW = 32  # what attention sees, in both parts
+VOCAB, TOKENS = 64, 2048  # of the recall task, and of one of its steps
+SHORT = [(32, 4), (64, 4)]  # length, pairs: learnt first, or nothing is learnt
+MIXTURE = [*SHORT, (64, 8), (128, 8), (128, 16)]
+TESTS = [(32, 8), (64, 8), (128, 8), (256, 8), (512, 8), (1024, 8), (2048, 8)]
 
 
-def longest_module() -> Path:
-    """The longest source file of the standard library."""
-    folder = Path(sysconfig.get_paths()["stdlib"])
-    return max(folder.glob("*.py"), key=lambda path: path.stat().st_size)
+# -- recall -------------------------------------------------------------------------------------------------------
+
+
+def recall_models() -> dict[str, TitansConfig]:
+    """One layer of memory; two of attention, because one alone cannot recall at all."""
+    memory = TitansConfig(
+        VOCAB, 64, 1, 2, "lmm", num_persistent=0, mlp_width=128, memory={"expansion": 2, "chunk_len": 32}
+    )
+    attention = TitansConfig(VOCAB, 64, 2, 2, "attention", mlp_width=64, attention_window=WINDOW)
+    return {"memory": memory, "attention": fit_mlp(attention, parameters(memory), 1)}
+
+
+def batch(rows: int, length: int, pairs: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A third of a row asks: short rows teach more that way."""
+    return recall_batch(rows, length, pairs, VOCAB, questions=max(1, (length - 2 * pairs) // 3))
+
+
+def learn_recall(name: str, config: TitansConfig, steps: int, seconds: float) -> TitansLM:
+    """Train for `steps`, or `seconds` if that is sooner; the learning rate follows the nearer end."""
+    torch.manual_seed(0)
+    model, rate = TitansLM(config), 6e-3
+    optimizer = make_optimizer(model, OptimConfig(lr=rate))
+    begin = time.perf_counter()
+    with tqdm(total=steps, desc=f"recall, {name}", unit="step", dynamic_ncols=True) as bar:
+        while (done := max(bar.n / steps, (time.perf_counter() - begin) / seconds)) < 1:
+            for group in optimizer.param_groups:
+                group["lr"] = rate * min(1, (bar.n + 1) / 50) * 0.5 * (1 + math.cos(math.pi * done))
+            tasks = SHORT if done < 0.25 else MIXTURE
+            length, pairs = tasks[int(torch.randint(0, len(tasks), ()))]
+            ids, targets = batch(TOKENS // length, length, pairs)
+            loss = cross_entropy(model(ids)[0].flatten(0, 1), targets.flatten())
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            bar.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
+            bar.update()
+    return model
 
 
 @torch.no_grad()
-def read(
-    model: TitansLM, ids: torch.Tensor, state: ModelState | None, learn: bool, label: str
-) -> tuple[torch.Tensor, ModelState]:
-    """Stream ids through the model in pieces; returns the inner loss of every token, mean over heads and layers."""
-    losses, begin = [], time.perf_counter()
-    for first in range(0, ids.shape[1], PIECE):
-        piece = ids[:, first : first + PIECE]
-        _, state, probes = model(piece, state, learn=learn, probe=True)
-        losses.append(torch.stack([p.loss.mean(-1) for p in probes if p is not None]).mean(0)[0])
-        done = first + piece.shape[1]
-        rate = done / (time.perf_counter() - begin)
-        bar = "█" * (24 * done // ids.shape[1])
-        print(f"\r{label:<28} {bar:<24} {done:>7} tokens  {rate:,.0f} tokens/s", end="", file=sys.stderr, flush=True)
-    print(file=sys.stderr)
-    assert state is not None
-    return torch.cat(losses), state
+def accuracy(model: TitansLM, length: int, pairs: int, **how: Any) -> float:
+    torch.manual_seed(length)
+    ids, targets = batch(32, length, pairs)
+    asked = targets >= 0
+    return (model(ids, **how)[0].argmax(-1)[asked] == targets[asked]).float().mean().item()
 
 
-def smooth(loss: torch.Tensor, width: int = 1024) -> torch.Tensor:
-    """Means of consecutive tokens."""
-    return loss[: len(loss) // width * width].reshape(-1, width).mean(1)
+def recall(minutes: float) -> dict[str, Any]:
+    """Train both models and test them far beyond the length they were trained on."""
+    models = recall_models()
+    memory = learn_recall("memory", models["memory"], 620, 22 * minutes)
+    attention = learn_recall("attention", models["attention"], 700, 9 * minutes)
+    return {
+        "parameters": {name: parameters(config) for name, config in models.items()},
+        "tests": TESTS,
+        "memory": [accuracy(memory, *test) for test in TESTS],
+        "memory, frozen": [accuracy(memory, *test, learn=False) for test in TESTS],
+        f"attention, window {WINDOW}": [accuracy(attention, *test) for test in TESTS],
+    }
 
 
-def draw(runs: dict[str, torch.Tensor], path: Path, title: str) -> None:
-    import matplotlib
+# -- text ---------------------------------------------------------------------------------------------------------
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(9, 4.5))
-    for label, loss in runs.items():
-        curve = smooth(loss)
-        axes.plot([(i + 0.5) * 1.024 for i in range(len(curve))], curve, label=label, linewidth=1.6)
-    axes.set_xlabel("thousand tokens")
-    axes.set_ylabel("inner loss  ‖M(k) − v‖²")
-    axes.set_title(title)
-    axes.legend(frameon=False)
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.tight_layout()
-    figure.savefig(path, dpi=150)
+def text_configs(data: Path, minutes: float) -> dict[str, TrainConfig]:
+    """128 streams of Python source, 64 tokens of each a step, the memory carried on from step to step."""
+    mac = TitansConfig(
+        512, 64, 1, 2, "mac", mlp_width=128, segment_len=WINDOW, num_persistent=4,
+        memory={"chunk_len": WINDOW, "expansion": 1},
+    )  # fmt: skip
+    attention = TitansConfig(512, 64, 1, 2, "attention", mlp_width=128, attention_window=WINDOW)
+    steps = min(330, max(60, int(32 * minutes / seconds_per_step(mac))))
+    shared = TrainConfig(
+        model=mac,
+        data=DataConfig(path=str(data), tokenizer="bpe", vocab_size=512, length=64, carry=True),
+        optim=OptimConfig(lr=1e-2, warmup=30, final=0.05),
+        steps=steps,
+        batch_tokens=8192,
+        micro_rows=128,
+        eval_every=steps,
+        eval_rows=4,
+        eval_length=2048,
+        save_every=100,
+    )
+    return {"mac": shared, "attention": replace(shared, model=fit_mlp(attention, parameters(mac), 1))}
+
+
+def seconds_per_step(config: TitansConfig) -> float:
+    """How fast this machine is today: the number of steps is fitted to it."""
+    model, ids = TitansLM(config), torch.randint(0, config.vocab_size, (128, 64))
+    state, times = None, []
+    for _ in range(4):
+        begin = time.perf_counter()
+        logits, state = model(ids, state, documents=torch.zeros_like(ids))
+        logits.square().mean().backward()
+        state = state.detach()
+        times.append(time.perf_counter() - begin)
+    return min(times[1:])
+
+
+def text(out: Path, data: Path, minutes: float) -> dict[str, Any]:
+    """Train both models as `titanmem train` does, then read held-out files in four ways."""
+    configs = text_configs(data, minutes)
+    for name, config in configs.items():
+        folder = out / name
+        if (folder / "config.json").exists():  # an earlier start: go on with what it set out to do
+            config = TrainConfig.from_dict(json.loads((folder / "config.json").read_text()))
+        print(f"text, {name}: {parameters(config.model):,} parameters, {config.tokens:,} tokens", flush=True)
+        if not train(config, folder)["complete"]:
+            raise KeyboardInterrupt
+    rows = held_out_rows(TokenShards(data, "held"), 8192, 4)
+    models = {name: load_run(out / name)[0].eval() for name in configs}
+    work = {name: memory_work(model, rows, 1024, WINDOW) for name, model in models.items()}
+    sample = json.loads((out / "mac" / "samples.jsonl").read_text().splitlines()[-1])
+    return {
+        "parameters": {name: parameters(config.model) for name, config in configs.items()},
+        "tokens": TrainConfig.from_dict(json.loads((out / "mac" / "config.json").read_text())).tokens,
+        "mac": work["mac"],
+        "attention": work["attention"],
+        "sample": sample,
+    }
+
+
+# -- the report ---------------------------------------------------------------------------------------------------
+
+
+def recall_figure(found: dict[str, Any]) -> Any:
+    figure, (axis,) = new_figure(1, width=7)
+    lengths = [length for length, _ in found["tests"]]
+    for name, colour in zip(list(found)[2:], ("C0", "C0", "C3"), strict=True):
+        axis.plot(lengths, found[name], color=colour, marker="o", ls=":" if "frozen" in name else "-", label=name)
+    axis.axvspan(lengths[0], 128, color="0.9", zorder=0)
+    axis.axhline(2 / VOCAB, color="0.6", lw=1)
+    axis.set(xscale="log", ylim=(0, 1.03), xlabel="length of the row (grey: trained)", ylabel="recall of 8 pairs")
+    axis.set_xticks(lengths, [str(x) for x in lengths])
+    axis.minorticks_off()
+    axis.legend(frameon=False)
+    return figure
+
+
+def text_figure(found: dict[str, Any]) -> Any:
+    figure, (left, right) = new_figure(2)
+    mac, other = found["mac"], found["attention"]
+    names = ["emptied\nevery 32", "frozen", "learning", "attention\nonly"]
+    values = [mac["fresh"], mac["frozen"], mac["learning"], other["learning"]]
+    bars = left.bar(names, values, color=["C7", "C0", "C0", "C3"])
+    bars[1].set_alpha(0.5)
+    left.bar_label(bars, [f"{v:.3f}" for v in values], padding=2, fontsize=9)
+    left.set(
+        ylim=(0.9 * min(values), 1.03 * max(values)), ylabel="loss, nats per token", title="second half of the files"
+    )
+    for work, name, colour in ((mac, "MAC, learning", "C0"), (other, "attention only", "C3")):
+        places = [(p["from"] + p["to"]) / 2 for p in work["by_position"]]
+        right.plot(places, [p["loss"] for p in work["by_position"]], color=colour, marker="o", ms=3, label=name)
+    right.set(xscale="log", xlabel="position in the file", title="loss by position")
+    right.legend(frameon=False)
+    return figure
+
+
+def report(out: Path, first: dict[str, Any], second: dict[str, Any], took: float) -> list[str]:
+    """Write report.html; returns the lines that are printed as well."""
+    names = list(first)[2:]
+    header = "".join(f"<th>{length}</th>" for length, _ in first["tests"])
+    rows = "".join(f"<tr><td>{n}</td>{''.join(f'<td>{v:.2f}</td>' for v in first[n])}</tr>" for n in names)
+    mac, attention = second["mac"], second["attention"]
+    four = {
+        f"MAC, memory emptied every {WINDOW} tokens": mac["fresh"],
+        "MAC, memory of the first half, frozen": mac["frozen"],
+        "MAC, memory of the first half, learning on": mac["learning"],
+        f"attention only, window {WINDOW}, equal size": attention["learning"],
+    }
+    verdict = f"What the memory holds lowers the loss by {1 - mac['learning'] / mac['fresh']:.1%}."
+    if attention["learning"] < mac["learning"]:
+        verdict += (
+            f" Attention alone, of equal size and trained on the same {second['tokens']:,} tokens, still predicts "
+            "better: in so small a model its larger MLP counts for more than what lies beyond the window."
+        )
+    for name, figure in (("recall", recall_figure(first)), ("text", text_figure(second))):
+        figure.savefig(out / f"{name}.png")
+    write_page(
+        out / "report.html",
+        "titanmem quickstart",
+        [
+            f"{took / 60:.1f} minutes on {platform.processor() or platform.machine()}, "
+            f"{torch.get_num_threads()} threads, torch {torch.__version__}.",
+            "<h2>1. Recall beyond the window</h2>",
+            f"A row names 8 pairs and asks for them later. Memory ({first['parameters']['memory']:,} parameters) and "
+            f"attention ({first['parameters']['attention']:,}) were trained at lengths up to 128.",
+            recall_figure(first),
+            f"<table><tr><th>length</th>{header}</tr>{rows}</table>",
+            "<h2>2. Does the memory do the work?</h2>",
+            "Loss on the second half of the four longest held-out files of the Python standard library, 8,192 tokens "
+            f"each, read as one stream with a window of {WINDOW}.",
+            text_figure(second),
+            "<table>" + "".join(f"<tr><td>{n}</td><td>{v:.4f}</td></tr>" for n, v in four.items()) + "</table>",
+            verdict,
+            "<h2>A sample</h2>",
+            f"<pre><b>{html.escape(second['sample']['prompt'])}</b>{html.escape(second['sample']['text'])}</pre>",
+        ],
+    )
+    lines = ["", f"{'recall by length':34}" + "".join(f"{length:>7}" for length, _ in first["tests"])]
+    lines += [f"{name:34}" + "".join(f"{v:7.2f}" for v in first[name]) for name in names]
+    lines += ["", "loss on held-out text, nats per token"]
+    lines += [f"{name:45}{value:.4f}" for name, value in four.items()]
+    return [*lines, verdict]
+
+
+def keep(file: Path, make: Any) -> dict[str, Any]:
+    """The result in `file`, made if it is not there."""
+    if not file.exists():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(make(), indent=1) + "\n")
+    else:
+        print(f"{file} is there already; delete it (or its folder) to do this part again", flush=True)
+    found: dict[str, Any] = json.loads(file.read_text())
+    return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--file", type=Path, default=None, help="any file; its bytes are the tokens")
-    parser.add_argument("--tokens", type=int, default=40_000, help="read at most so many bytes of it")
     parser.add_argument("--out", type=Path, default=Path("out/quickstart"))
+    parser.add_argument("--minutes", type=float, default=5, help="about how long to train and test (default: 5)")
     arguments = parser.parse_args()
-    path = arguments.file or longest_module()
-    ids = torch.tensor([list(path.read_bytes()[: arguments.tokens])])
-    if ids.shape[1] < 4 * PIECE:
-        raise SystemExit(f"{path} has {ids.shape[1]} bytes; give a file of at least {4 * PIECE}")
-
-    torch.manual_seed(0)
-    config = TitansConfig(vocab_size=256, dim=128, num_layers=2, num_heads=4, block="mag", window_len=128)
-    model = TitansLM(config).eval()
-    print(f"a MAG model with {parameters(config):,} random parameters reads {ids.shape[1]:,} bytes of {path.name}")
-    arguments.out.mkdir(parents=True, exist_ok=True)
-
-    first, state = read(model, ids, None, True, "first reading")
-    again, end = read(model, ids, state, True, "second reading")
-    frozen, _ = read(model, ids, state, False, "second reading, frozen")
-    fresh, _ = read(model, ids, None, False, "fresh memory, not learning")
-
-    state.save(arguments.out / "state.safetensors")
-    start = model.start(1)
-    print(f"\n{'inner loss, mean over':28}{'first 2k tokens':>17}{'all tokens':>13}")
-    runs = {
-        "fresh memory, not learning": fresh,
-        "first reading": first,
-        "second reading": again,
-        "second reading, frozen": frozen,
-    }
-    for label, loss in runs.items():
-        print(f"{label:28}{loss[:2048].mean():17.3f}{loss.mean():13.3f}")
-    moved = [
-        (now - before).norm().item() / before.norm().item()
-        for a, b in zip(state.blocks, start.blocks, strict=True)
-        for now, before in zip(a.memory.weight, b.memory.weight, strict=True)  # type: ignore[attr-defined]
-    ]
-    print(f"the weights moved by {min(moved):.0%} to {max(moved):.0%} of their size while it read")
-    print(f"the state takes {end.nbytes / 1e6:.1f} MB now and took {state.nbytes / 1e6:.1f} MB one reading ago")
-    draw(runs, arguments.out / "memory.png", f"{path.name}: the memory learns while it reads")
-    print(f"picture: {arguments.out / 'memory.png'}\nstate:   {arguments.out / 'state.safetensors'}")
+    out, begin = arguments.out, time.perf_counter()
+    first = keep(out / "recall.json", lambda: recall(arguments.minutes))
+    second = keep(out / "text.json", lambda: text(out, out / "python-bpe512", arguments.minutes))
+    print("\n".join(report(out, first, second, time.perf_counter() - begin)))
+    print(f"\nthe page with the plots: {out / 'report.html'}")
+    print(f'next: titanmem export {out / "mac"} model && titanmem generate model "def "')
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        print("stopped; the same command goes on with what is left")

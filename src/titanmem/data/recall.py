@@ -13,28 +13,34 @@ def recall_batch(
     length: int,
     pairs: int,
     vocab: int = 512,
+    questions: int | None = None,
     generator: torch.Generator | None = None,
     device: torch.device | str = "cpu",
 ) -> tuple[Tensor, Tensor]:
     """Inputs [rows, length] and targets, −100 where nothing is asked.
 
     Keys, different ones in a row, are ids below vocab // 2; values and noise are the others. A row begins with `pairs`
-    pairs; each key comes back once, at a random later place, and the target there is its value. `generator` must live
-    on `device`.
+    pairs; each key comes back once, at a random later place, and the target there is its value. With `questions`, so
+    many random keys of the row come back instead, some of them again and again. `generator` must live on `device`.
     """
     half = vocab // 2
     require(1 <= pairs <= half, f"pairs must lie in [1, vocab // 2 = {half}], got {pairs}")
-    require(length >= 3 * pairs, f"length {length} has no room for {pairs} pairs and their questions: need {3 * pairs}")
+    count = pairs if questions is None else questions
+    need = 2 * pairs + count
+    require(length >= need, f"length {length} has no room for {pairs} pairs and {count} questions: need {need}")
 
-    def choose(width: int) -> Tensor:
-        """`pairs` different numbers below `width` for every row."""
-        return torch.rand(rows, width, generator=generator, device=device).argsort(1)[:, :pairs]
+    def choose(width: int, count: int) -> Tensor:
+        """`count` different numbers below `width` for every row."""
+        return torch.rand(rows, width, generator=generator, device=device).argsort(1)[:, :count]
 
     def draw(width: int) -> Tensor:
         return torch.randint(half, vocab, (rows, width), generator=generator, device=device)
 
-    keys, values, ids = choose(half), draw(pairs), draw(length)
+    keys, values, ids = choose(half, pairs), draw(pairs), draw(length)
     ids[:, 0 : 2 * pairs : 2], ids[:, 1 : 2 * pairs : 2] = keys, values
-    asked = choose(length - 2 * pairs) + 2 * pairs
+    asked = choose(length - 2 * pairs, count) + 2 * pairs
+    if questions is not None:
+        which = torch.randint(0, pairs, (rows, count), generator=generator, device=device)
+        keys, values = keys.gather(1, which), values.gather(1, which)
     targets = torch.full((rows, length), -100, device=device)
     return ids.scatter(1, asked, keys), targets.scatter(1, asked, values)

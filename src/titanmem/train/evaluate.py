@@ -53,7 +53,9 @@ def memory_work(model: TitansLM, rows: dict[str, Tensor], piece: int, forget_eve
     ids, labels = rows["ids"], rows["labels"]
     half = ids.shape[1] // 2 // piece * piece
 
-    def read(first: int, last: int, state: ModelState | None, size: int, **how: Any) -> tuple[Tensor, ModelState | None]:
+    def read(
+        first: int, last: int, state: ModelState | None, size: int, **how: Any
+    ) -> tuple[Tensor, ModelState | None]:
         losses = []
         for begin in range(first, last, size):
             part = slice(begin, min(begin + size, last))
