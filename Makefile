@@ -4,7 +4,7 @@ BIN := .venv/bin
 
 .PHONY: quickstart test test-slow lint format bench clean
 
-quickstart: .venv/ready          ## build a small model, stream a long file through it, show what the memory did
+quickstart: .venv/ready          ## train small models for about five minutes, show what their memory does
 	$(BIN)/python examples/quickstart.py
 
 test: .venv/ready                ## the tests
