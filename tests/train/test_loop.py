@@ -41,6 +41,15 @@ def test_accumulation_and_recomputation_change_nothing_but_rounding(corpus, tmp_
     assert parts == pytest.approx(whole, rel=1e-5)
 
 
+@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
+def test_bf16_products_follow_float32(corpus, tmp_path, mode):
+    settings = {"parallel.mode": mode, "data.carry": True}
+    exact = losses_of(small_config(corpus, steps=3, **settings), tmp_path / "a")
+    rounded = losses_of(small_config(corpus, steps=3, **settings, **{"parallel.precision": "bf16"}), tmp_path / "b")
+    assert rounded == pytest.approx(exact, rel=5e-3)
+    assert rounded != exact
+
+
 @pytest.mark.parametrize("carry", [False, True])
 @pytest.mark.parametrize("block", ["mac", "lmm"])
 def test_a_resumed_run_is_bitwise_the_run_that_never_stopped(corpus, tmp_path, block, carry):

@@ -31,7 +31,7 @@ from titanmem.ops.attention import Prefix, attend
 from titanmem.ops.conv import causal_conv
 from titanmem.ops.layout import Layout
 from titanmem.ops.memory import memory_read
-from titanmem.ops.memory.plan import segment_walk
+from titanmem.ops.memory.plan import on_borders, segment_walk
 from titanmem.state import ConvState, MemoryState, State
 
 
@@ -119,16 +119,20 @@ class MACBlock(Block):
         """Cut a call at segment borders. Known borders are slices; ragged rows and documents are gathered."""
         length, tokens = self.config.segment_len, x.shape[1]
         first: int | None = 0
-        if layout.whole:
-            if tokens == 1:
-                yield Piece(0, 1)
-                return
+        if layout.whole and tokens == 1:
+            yield Piece(0, 1)
+            return
+        if layout.lengths is None and not (layout.starts is not None and torch.compiler.is_compiling()):
             if state.segment is not None:
                 first = _common(state.segment.offset)
             if first is not None:
                 borders = [0, *range(length - first, tokens, length), tokens]
-                yield from (Piece(a, b) for a, b in pairwise(borders))
-                return
+                if layout.starts is None:
+                    yield from (Piece(a, b) for a, b in pairwise(borders))
+                    return
+                if first == 0 and on_borders(layout.starts, length):
+                    yield from (Piece(a, b, reset=layout.starts[:, a]) for a, b in pairwise(borders))
+                    return
         offset = torch.zeros(x.shape[0], dtype=torch.int64, device=x.device)
         offset = offset if state.segment is None else state.segment.offset
         for index, lengths, reset in segment_walk(offset, tokens, length, layout.lengths, layout.starts):

@@ -77,6 +77,8 @@ def memory(
     if q.shape[1] == 0:
         return v.new_empty(v.shape), fast
     choice = backend.choose("memory")
+    if q.shape[1] > 1 and _at_border(fast):
+        fast = FastWeights(fast.start_weight, fast.start_surprise)
     offset = None if fast.pending is None else fast.pending.offset
     pends = custom_op.leaves_pending(q.shape[1], chunk_len, offset, lengths, starts)
     if choice == "reference":
@@ -90,6 +92,13 @@ def memory(
     call, graded = _flat_call(q, k, v, gates, fast, gain, chunk_len, residual, clip, lengths, starts, fresh)
     with torch.autocast(q.device.type, enabled=False):  # precision is the operation's own business
         return _chunked(call, graded, gates, len(fast.start_weight), pends)
+
+
+def _at_border(fast: FastWeights) -> bool:
+    """Whether a state spells out an unfinished chunk that no row has begun."""
+    if fast.pending is None or torch.compiler.is_compiling():
+        return False
+    return not bool(fast.pending.offset.any())
 
 
 def _is_step(

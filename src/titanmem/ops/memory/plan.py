@@ -87,8 +87,8 @@ def make_plan(
 ) -> Plan:
     """Lay out a call. `offset` [B] is the position in the chunk before it (None: at a border); `lengths` [B] how many
     leading tokens of each row are real; `starts` [B, T] where documents begin; `count` from `count_chunks`."""
-    if offset is None and lengths is None and starts is None:
-        return _plan_whole(tokens, chunk_len, count, batch, device)
+    if offset is None and lengths is None and (starts is None or on_borders(starts, chunk_len)):
+        return _plan_whole(tokens, chunk_len, count, batch, device, starts)
     before = torch.zeros(batch, dtype=torch.int64, device=device) if offset is None else offset
     full = torch.full((batch,), tokens, dtype=torch.int64, device=device)
     if count == 1 and starts is None and offset is not None:
@@ -175,10 +175,20 @@ def _plan_grid(tokens: int, chunk_len: int, count: int, before: Tensor, lengths:
     )
 
 
-def _plan_whole(tokens: int, chunk_len: int, count: int, batch: int, device: torch.device) -> Plan:
-    """Whole rows from a border: slot s holds token s, only the last chunk can stay unfinished."""
+def on_borders(starts: Tensor, length: int) -> bool:
+    """Whether documents begin on multiples of `length` only."""
+    columns = torch.arange(starts.shape[1], device=starts.device) % length == 0
+    return not bool((starts & ~columns).any())
+
+
+def _plan_whole(
+    tokens: int, chunk_len: int, count: int, batch: int, device: torch.device, starts: Tensor | None
+) -> Plan:
+    """Whole rows from a border, documents on borders: slot s holds token s, only the last chunk can stay unfinished."""
     left = tokens % chunk_len
     valid = complete = ends = offset = None
+    if starts is not None and chunk_len > 1:  # where documents begin, a state always spells its position out
+        offset = torch.zeros(batch, dtype=torch.int64, device=device)
     folds, stays = [True] * count, [False] * count
     if left:
         folds[-1], stays[-1] = False, True
@@ -195,7 +205,7 @@ def _plan_whole(tokens: int, chunk_len: int, count: int, batch: int, device: tor
         slot_of_token=None,
         real=None,
         valid=valid,
-        resets=None,
+        resets=None if starts is None else starts[:, ::chunk_len],
         complete=complete,
         ends=ends,
         place=None,
