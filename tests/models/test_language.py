@@ -93,6 +93,32 @@ def test_packed_documents_do_not_see_each_other(case, cut):
 
 
 @every_block
+@pytest.mark.parametrize("cut", [None, 12, 24])
+def test_documents_on_chunk_borders_do_not_see_each_other(case, cut):
+    """Such documents take the plain path of whole chunks; the token loop says what every gradient is."""
+    model, ids = small_model(case), random_ids(2, 27)
+    documents = torch.tensor([[0] * 12 + [1] * 15, [7] * 24 + [8] * 3])
+
+    def run(ids: Tensor, documents: Tensor | None) -> Tensor:
+        if documents is None or cut is None:
+            return model(ids, documents=documents)[0]
+        first, state = model(ids[:, :cut], documents=documents[:, :cut])
+        return torch.cat([first, model(ids[:, cut:], state, documents=documents[:, cut:])[0]], 1)
+
+    logits = run(ids, documents)
+    logits.square().mean().backward()
+    grads = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    with titanmem.backend(memory="reference"):
+        expected = run(ids, documents)
+    expected.square().mean().backward()
+    assert_close([logits, *grads], [expected, *(p.grad for p in model.parameters())])
+    for row, borders in enumerate([(0, 12, 27), (0, 24, 27)]):
+        for a, b in pairwise(borders):
+            assert_close([logits[row, a:b]], [run(ids[row : row + 1, a:b], None)[0]])
+
+
+@every_block
 def test_documents_and_padding_together(case):
     model, ids = small_model(case), random_ids(1, 20)
     documents = torch.tensor([[0] * 8 + [1] * 12])
