@@ -8,6 +8,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from torch import Tensor
 
 import titanmem
 from support import BLOCK_CASES, assert_close, assert_same_state, random_ids, small_model
