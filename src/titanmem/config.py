@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Any, Self
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Self, get_args, get_origin, get_type_hints
 
 
 @dataclass(frozen=True)
@@ -17,6 +20,17 @@ class Config:
         """Build from plain values; an unknown key is an error that lists the known ones."""
         check_keys(values, [f.name for f in fields(cls)], cls.__name__)
         return cls(**values)
+
+    @classmethod
+    def read(cls, path: str | Path) -> Self:
+        """Build from a JSON file; what is wrong with it is said with its name."""
+        try:
+            values = json.loads(Path(path).read_text())
+            if not isinstance(values, dict):
+                raise ValueError(f"expected an object, got {type(values).__name__}")
+            return cls.from_dict(values)
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{path} is damaged or of another version: {error}") from error
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON and for comparing. The same dictionary each time: do not change it."""
@@ -34,6 +48,18 @@ def check_keys(values: Mapping[str, Any], known: list[str], where: str) -> None:
             near = difflib.get_close_matches(key, known, 1)
             hint = f"; did you mean {near[0]!r}?" if near else "."
             raise ValueError(f"{where} has no setting {key!r}{hint} Known: {', '.join(sorted(known))}")
+
+
+def check_types(config: object) -> None:
+    """Raise where a setting declared as a number, a flag or a text is something else."""
+    words = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", NoneType: "null"}
+    for name, hint in get_type_hints(type(config)).items():
+        kinds = get_args(hint) if get_origin(hint) is UnionType else (hint,)
+        if not set(kinds) <= set(words):
+            continue
+        value = getattr(config, name)
+        fits = type(value) in kinds or (float in kinds and type(value) is int)
+        require(fits, f"{name} must be {' or '.join(words[kind] for kind in kinds)}, got {value!r}")
 
 
 def check_counts(config: object, *names: str) -> None:

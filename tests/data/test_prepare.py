@@ -182,9 +182,24 @@ def test_a_trained_tokenizer_is_saved_with_the_shards(source, tmp_path):
     assert tokenizer.decode(all_documents(shards)[0]) == first.read_text()
 
 
+def test_a_folder_with_other_things_or_inside_the_source_is_refused(tmp_path):
+    source, other = tmp_path / "text", tmp_path / "other"
+    for folder in (source, other):
+        folder.mkdir()
+        (folder / "a.txt").write_text("a text")
+    with pytest.raises(ValueError, match=r"holds other things \(a\.txt\)"):
+        prepare(str(source), other, progress=False)
+    with pytest.raises(ValueError, match="lies inside the source"):
+        prepare(str(source), source / "out", progress=False)
+    assert sorted(p.name for p in tmp_path.rglob("*")) == ["a.txt", "a.txt", "other", "text"]
+
+
 def test_two_runs_never_write_one_folder(source, tmp_path):
     (tmp_path / "out").mkdir()
-    with locked(tmp_path / "out"), pytest.raises(ValueError, match="another process is preparing"):
+    with (
+        locked(tmp_path / "out", "another process is preparing"),
+        pytest.raises(ValueError, match="another process is preparing"),
+    ):
         prepare(source, tmp_path / "out", **SETTINGS)
 
 

@@ -24,11 +24,12 @@ HERE = Path(__file__).parent
 def make_corpus(folder: Path) -> Path:
     """Forty documents of words that repeat within a document, as bytes."""
     draw = random.Random(0)
+    text = folder / "text"
+    text.mkdir()
     for number in range(40):
         words = ["".join(draw.choices("abcdefgh", k=4)) for _ in range(6)]
-        text = " ".join(draw.choices(words, k=draw.randint(20, 120)))
-        (folder / f"{number:02d}.txt").write_text(text)
-    prepare(str(folder), folder / "prepared", held_out=0.2, workers=1, progress=False)
+        (text / f"{number:02d}.txt").write_text(" ".join(draw.choices(words, k=draw.randint(20, 120))))
+    prepare(str(text), folder / "prepared", held_out=0.2, workers=1, progress=False)
     return folder / "prepared"
 
 
@@ -86,7 +87,8 @@ def start(config: TrainConfig, folder: Path, rank: int = 0, world: int = 1, port
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
         }  # fmt: skip
     words = [sys.executable, str(HERE / "runs.py"), json.dumps(config.to_dict()), str(folder)]
-    return subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                            process_group=0)  # fmt: skip
 
 
 def losses_of_ranks(config: TrainConfig, folder: Path, world: int) -> list[float]:

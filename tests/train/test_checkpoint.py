@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import resource
 import time
@@ -13,6 +14,7 @@ from runs import assert_same_weights, losses_of, small_config, start
 from titanmem.train.checkpoint import CheckpointError, check
 from titanmem.train.export import load_run
 from titanmem.train.loop import train
+from titanmem.train.metrics import read_metrics
 
 
 def complete(folder: Path) -> list[Path]:
@@ -49,14 +51,14 @@ def test_the_last_ones_and_the_best_are_kept(corpus, tmp_path):
     assert len(kept) in (2, 3)
 
 
-@pytest.mark.parametrize("harm", ["truncated", "flipped", "missing"])
+@pytest.mark.parametrize("harm", ["truncated", "flipped", "missing", "manifest"])
 def test_a_damaged_checkpoint_is_named_and_the_previous_good_one_offered(corpus, tmp_path, harm):
     config = small_config(corpus, save_every=2)
     straight = losses_of(config, tmp_path)
     older, newest = complete(tmp_path)
-    file = next(newest.glob("*.distcp"))
+    file = newest / "manifest.json" if harm == "manifest" else next(newest.glob("*.distcp"))
     content = bytearray(file.read_bytes())
-    if harm == "missing":
+    if harm in ("missing", "manifest"):
         file.unlink()
     elif harm == "truncated":
         file.write_bytes(content[:-10])
@@ -69,6 +71,31 @@ def test_a_damaged_checkpoint_is_named_and_the_previous_good_one_offered(corpus,
     assert check(newest) is None
     assert older.exists()
     assert len(list(newest.parent.glob(f"{newest.name}.old-*"))) == 1  # set aside, not overwritten
+
+
+def test_a_run_that_goes_on_from_an_earlier_step_leaves_the_later_ones_behind(corpus, tmp_path):
+    config = small_config(corpus, save_every=1, keep=3)
+    losses_of(config, tmp_path)
+
+    def stop(step: int, loss: float) -> None:
+        if step == 5:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train(config, tmp_path, from_step=4, on_step=stop)
+    assert complete(tmp_path)[-1].name == "step-00000004"
+    assert len(losses_of(config, tmp_path)) == 2
+    assert [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl") if "loss" in line][-1] == 6
+
+
+def test_a_damaged_line_of_the_metrics_costs_no_other(corpus, tmp_path):
+    config = small_config(corpus, save_every=1, log_every=1)
+    train(config, tmp_path)
+    file = tmp_path / "metrics.jsonl"
+    lines = file.read_text().splitlines()
+    file.write_text("\n".join([lines[0][:9], *lines[1:]]) + "\n")
+    train(config, tmp_path)
+    assert [json.loads(line) for line in file.read_text().splitlines()] == [json.loads(line) for line in lines[1:]]
 
 
 def test_a_full_disk_is_an_error_that_names_the_file_and_keeps_the_last_checkpoint(corpus, tmp_path):

@@ -11,6 +11,7 @@ from titanmem.cli import main
 from titanmem.models.cost import parameters
 from titanmem.models.sizes import SIZES
 from titanmem.train.config import TrainConfig, parse_settings
+from titanmem.train.data import fit_to_data
 
 
 def test_every_recipe_is_a_complete_config_that_survives_json():
@@ -33,6 +34,46 @@ def test_the_paper_recipes_use_the_papers_optimiser():
 def test_an_unknown_setting_is_an_error_that_lists_the_known_ones(word):
     with pytest.raises(ValueError, match=r"no setting .*Known: "):
         recipes.recipe("mac-tiny-python").change(parse_settings([word]))
+
+
+@pytest.mark.parametrize(
+    ("word", "expected"),
+    [
+        ("optim.lr=fast", "lr must be a number"),
+        ("data.reset=no", "reset must be true or false"),
+        ("seed=1.5", "seed must be a whole number"),
+        ("model.memory.expansion=two", "expansion must be a number"),
+        ("data.lengths=[[0,7]]", "lengths that divide 512"),
+        ("optim.betas=[0.9]", "two numbers"),
+    ],
+)
+def test_a_setting_of_the_wrong_kind_is_named_with_what_was_expected(word, expected):
+    with pytest.raises(ValueError, match=expected):
+        recipes.recipe("mac-tiny-python").change(parse_settings([word]))
+
+
+def test_another_text_gets_another_folder_and_the_model_its_vocabulary(corpus):
+    def fit(*words: str) -> TrainConfig:
+        settings = parse_settings(words)
+        return fit_to_data(recipes.recipe("mac-tiny-python").change(settings), settings)
+
+    text = corpus.parent / "text"
+    mine = fit(f"data.source={text}", "data.tokenizer=bpe", "data.vocab_size=1024")
+    assert (mine.data.path, mine.model.vocab_size) == ("data/text-bpe1024", 1024)
+    prepared = fit(f"data.path={corpus}")
+    assert (prepared.data.source, prepared.data.held_out, prepared.model.vocab_size) == (str(text), 0.2, 256)
+    with pytest.raises(ValueError, match=r"prepared with other settings \(source="):
+        fit(f"data.path={corpus}", "data.source=python")
+
+
+@pytest.mark.parametrize(("ranks", "expected"), [(1, 8), (2, 4), (8, 1)])
+def test_ranks_share_a_step_in_the_largest_micro_batches_that_fit(ranks, expected):
+    assert recipes.recipe("mac-tiny-python").micro(ranks) == expected
+
+
+def test_settings_may_follow_options(capsys):
+    assert main(["train", "mac-tiny-python", "--dry-run", "steps=7"]) == 0
+    assert '"steps": 7' in capsys.readouterr().out
 
 
 def test_settings_reach_every_level():

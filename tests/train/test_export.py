@@ -28,6 +28,17 @@ def test_an_exported_model_is_the_runs_and_generates(run, tmp_path, capsys):
     assert capsys.readouterr().out.strip()
 
 
+def test_an_export_replaces_an_earlier_one_and_nothing_else(run, tmp_path, capsys):
+    assert main(["export", str(run), str(tmp_path / "model")]) == 0
+    (tmp_path / "model" / "tokenizer.json").write_text("{}")  # of another tokenizer
+    assert main(["export", str(run), str(tmp_path / "model")]) == 0
+    names = {path.name for path in (tmp_path / "model").iterdir()}
+    assert names == {"config.json", "model.safetensors", "tokenizer_bytes.json"}
+    assert main(["export", str(run), str(run)]) == 2
+    assert "holds other things" in capsys.readouterr().err
+    assert main(["export", str(run), str(tmp_path / "again")]) == 0
+
+
 def test_runs_are_drawn_into_one_picture_and_one_page(run, tmp_path):
     assert main(["plot", str(run), str(run), "--out", str(tmp_path / "both.png")]) == 0
     assert (tmp_path / "both.png").read_bytes()[:4] == b"\x89PNG"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import signal
 from pathlib import Path
 
@@ -11,7 +12,9 @@ import pytest
 import torch
 from runs import assert_same_weights, golden_losses, losses_of, losses_of_ranks, small_config, start, weights_of
 
+from titanmem.data.prepare import prepare
 from titanmem.train import loop
+from titanmem.train.export import export
 from titanmem.train.loop import TrainingError, train
 from titanmem.train.metrics import read_metrics
 
@@ -84,10 +87,7 @@ def test_a_run_goes_on_with_another_number_of_ranks(corpus, tmp_path):
     assert rest == pytest.approx(straight[3:], rel=1e-5)
 
 
-def test_the_memory_is_carried_over_the_rows_of_a_document(corpus, tmp_path):
-    carried = losses_of(small_config(corpus, "lmm", **{"data.carry": True}), tmp_path / "a")
-    fresh = losses_of(small_config(corpus, "lmm", **{"data.carry": True}), tmp_path / "b")
-    assert carried == fresh
+def test_the_memory_is_carried_over_the_rows_of_a_document(corpus, tmp_path, monkeypatch):
     seen: list[bool] = []
 
     class Watched(loop.Run):
@@ -95,14 +95,12 @@ def test_the_memory_is_carried_over_the_rows_of_a_document(corpus, tmp_path):
             seen.append(self.lanes[index] is not None)
             return super().forward(part, index)
 
-    with loop.open_ranks() as ranks:
-        run = Watched(small_config(corpus, "lmm", **{"data.carry": True}), tmp_path / "c", ranks, None)
-        run.go(lambda step, loss: None)
-        run.close()
+    monkeypatch.setattr(loop, "Run", Watched)
+    train(small_config(corpus, "lmm", **{"data.carry": True}), tmp_path)
     assert seen == [False] * 2 + [True] * 10
 
 
-def test_a_curriculum_reads_the_same_tokens_in_shorter_rows(corpus, tmp_path):
+def test_a_curriculum_reads_the_same_tokens_in_shorter_rows(corpus, tmp_path, monkeypatch):
     shapes = []
 
     class Watched(loop.Run):
@@ -110,11 +108,8 @@ def test_a_curriculum_reads_the_same_tokens_in_shorter_rows(corpus, tmp_path):
             shapes.append(tuple(batch["ids"].shape))
             return super().advance(batch, count)
 
-    with loop.open_ranks() as ranks:
-        config = small_config(corpus, steps=4, **{"data.lengths": [[0, 32], [3, 64]]})
-        run = Watched(config, tmp_path, ranks, None)
-        run.go(lambda step, loss: None)
-        run.close()
+    monkeypatch.setattr(loop, "Run", Watched)
+    train(small_config(corpus, steps=4, **{"data.lengths": [[0, 32], [3, 64]]}), tmp_path)
     assert shapes == [(8, 32), (8, 32), (8, 32), (4, 64)]
 
 
@@ -144,13 +139,13 @@ def test_training_stops_after_several_bad_steps_with_the_batch_saved(corpus, tmp
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_writes_a_checkpoint_and_says_how_to_resume(corpus, tmp_path, number):
-    config = small_config(corpus, steps=2000)
+def test_a_signal_to_all_processes_writes_a_checkpoint_and_says_how_to_resume(corpus, tmp_path, number):
+    config = small_config(corpus, steps=2000, **{"data.workers": 1})
     process = start(config, tmp_path / "run")
     assert process.stdout is not None
     for _ in range(3):
         process.stdout.readline()
-    process.send_signal(number)
+    os.killpg(process.pid, number)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 0
     assert f"titanmem train --resume {tmp_path / 'run'}" in errors
@@ -163,3 +158,35 @@ def test_a_folder_of_another_run_is_refused(corpus, tmp_path):
     train(small_config(corpus, steps=1), tmp_path)
     with pytest.raises(ValueError, match=r"another config .*optim"):
         train(small_config(corpus, steps=1, **{"optim.lr": 1e-4}), tmp_path)
+
+
+def test_a_start_that_fails_leaves_the_folder_free(corpus, tmp_path):
+    with pytest.raises(ValueError, match=r"vocabulary of 256.*model\.vocab_size=256"):
+        train(small_config(corpus, steps=1, **{"model.vocab_size": 100}), tmp_path / "run")
+    assert train(small_config(corpus, steps=1), tmp_path / "run")["complete"]
+
+
+def test_two_processes_never_train_in_one_folder(corpus, tmp_path):
+    def again(step: int, loss: float) -> None:
+        with pytest.raises(ValueError, match="another process is training in"), loop.open_run(config, tmp_path):
+            pass
+
+    config = small_config(corpus, steps=1)
+    train(config, tmp_path, on_step=again)
+    assert (tmp_path / "config.json").exists()
+
+
+def test_training_needs_no_held_out_text(corpus, tmp_path, capsys):
+    prepare(str(corpus.parent / "text"), tmp_path / "all", held_out=0.0, workers=1, progress=False)
+    assert train(small_config(tmp_path / "all", steps=2, eval_every=1), tmp_path / "run")["complete"]
+    assert "no held-out loss" in capsys.readouterr().err
+
+
+def test_a_run_starts_from_an_exported_model(corpus, tmp_path):
+    train(small_config(corpus, steps=3), tmp_path / "first")
+    export(tmp_path / "first", tmp_path / "model")
+    fresh = losses_of(small_config(corpus, steps=1), tmp_path / "fresh")
+    tuned = losses_of(small_config(corpus, steps=1, init=str(tmp_path / "model")), tmp_path / "tuned")
+    assert tuned[0] < fresh[0]
+    with pytest.raises(ValueError, match="mlp_width=64 there, 32 here"):
+        losses_of(small_config(corpus, init=str(tmp_path / "model"), **{"model.mlp_width": 32}), tmp_path / "other")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from importlib import import_module
 
@@ -25,10 +26,19 @@ def main(argv: list[str] | None = None) -> int:
         verb = verbs.add_parser(name, help=summary, description=summary)
         module.add_arguments(verb)
         verb.set_defaults(run=module.run)
-    arguments = parser.parse_args(argv)
+    arguments, rest = parser.parse_known_args(argv)
+    if rest and hasattr(arguments, "settings") and all("=" in word and word[0] != "-" for word in rest):
+        arguments.settings += rest  # settings may also come after options
+    elif rest:
+        parser.error(f"unknown arguments: {' '.join(rest)}; see titanmem {arguments.verb} --help")
     try:
-        return int(arguments.run(arguments))
-    except (ValueError, FileNotFoundError) as error:
+        code = int(arguments.run(arguments))
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # the reader of our output left; nothing may be flushed to it at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except (ValueError, OSError) as error:
         print(f"titanmem: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

@@ -40,13 +40,18 @@ def run(arguments: argparse.Namespace) -> int:
     if (arguments.device or "cpu").startswith("cuda") and not torch.cuda.is_available():
         raise ValueError(f"--device {arguments.device}: this torch finds no GPU; use --device cpu")
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"--device {device}: torch knows no such device; use cpu or cuda") from error
     model = TitansLM.load(arguments.model, device).eval()
     tokenizer = find_tokenizer(arguments.model, model.config.vocab_size)
     prompt = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
-    if not prompt:
-        raise ValueError("the prompt is empty; give at least one character")
+    tokens = tokenizer.encode(prompt)
+    if not tokens:
+        raise ValueError("the prompt has no tokens; give at least one character")
     state = ModelState.load(arguments.state, device) if arguments.state else None
-    ids = torch.tensor([tokenizer.encode(prompt)], device=device)
+    ids = torch.tensor([tokens], device=device)
     text = TextStream(tokenizer)
     step = None
     for step in stream(

@@ -20,14 +20,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--resume", type=Path, metavar="RUN", help="go on with a run, with its own config")
     parser.add_argument("--from", dest="step", type=int, help="go on from this step's checkpoint, not the newest")
     parser.add_argument("--dry-run", action="store_true", help="show the config and what it costs, and stop")
-    parser.add_argument("--list", action="store_true", help="list the recipes")
+    parser.add_argument("--list", action="store_true", help="list the recipes with their sizes")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from titanmem import recipes
 
     if arguments.list:
-        print("\n".join(recipes.names()))
+        print(list_recipes())
         return 0
     config, folder = resolve(arguments)
     if arguments.dry_run:
@@ -44,6 +43,7 @@ def resolve(arguments: argparse.Namespace) -> tuple[TrainConfig, Path]:
     """The config and the folder that the command line asks for."""
     from titanmem import recipes
     from titanmem.train.config import TrainConfig, parse_settings
+    from titanmem.train.data import fit_to_data
 
     if arguments.resume is not None:
         if arguments.recipe is not None:
@@ -51,11 +51,30 @@ def resolve(arguments: argparse.Namespace) -> tuple[TrainConfig, Path]:
         file = arguments.resume / "config.json"
         if not file.exists():
             raise ValueError(f"{arguments.resume} is not a run: it has no config.json")
-        return TrainConfig.from_dict(json.loads(file.read_text())), arguments.resume
+        return TrainConfig.read(file), arguments.resume
     if arguments.recipe is None:
         raise ValueError("name a recipe, for instance mac-tiny-python (titanmem train --list shows all)")
-    config = recipes.recipe(arguments.recipe).change(parse_settings(arguments.settings))
+    settings = parse_settings(arguments.settings)
+    config = fit_to_data(recipes.recipe(arguments.recipe).change(settings), settings)
     return config, arguments.out or Path("runs") / arguments.recipe
+
+
+def list_recipes() -> str:
+    """Names, parameters, tokens and the memory one rank needs."""
+    from titanmem import recipes
+    from titanmem.models.cost import parameters
+    from titanmem.train.memory import training_bytes
+
+    lines = [f"{'recipe':28}{'parameters':>12}{'tokens':>10}{'memory of one rank':>22}"]
+    for name in recipes.names():
+        config = recipes.recipe(name)
+        need = sum(training_bytes(config, 1)) / 2**30
+        lines.append(f"{name:28}{parameters(config.model) / 1e6:>10.1f} M{_short(config.tokens):>10}{need:>18.1f} GiB")
+    return "\n".join(lines)
+
+
+def _short(count: int) -> str:
+    return f"{count / 1e9:.0f} B" if count >= 1e9 else f"{count / 1e6:.1f} M"
 
 
 def describe(config: TrainConfig) -> str:
@@ -70,12 +89,18 @@ def describe(config: TrainConfig) -> str:
     flops = 3 * flops_per_token(config.model, config.data.length) * config.tokens
     rows = [
         ("parameters", f"{parameters(config.model):,}"),
-        ("state of one stream", f"{state_bytes(config.model) / 2**20:.2f} MiB"),
+        ("state of one stream", f"{state_bytes(config.model, config.data.length) / 2**20:.2f} MiB"
+                                f"{_growth(config)}"),
         ("memory per rank, estimate", f"{(fixed + passing) / 2**30:.2f} GiB: weights, gradients and optimiser "
                                       f"{fixed / 2**30:.2f}, activations {passing / 2**30:.2f}"),
         ("steps", f"{config.steps:,} of {config.rows} rows × {config.data.length} tokens, in micro-batches of "
-                  f"{config.micro_rows} on {ranks} rank{'s' if ranks > 1 else ''}"),
+                  f"{config.micro(ranks)} on {ranks} rank{'s' if ranks > 1 else ''}"),
         ("tokens", f"{config.tokens:,}"),
         ("training FLOPs", f"{flops:.3g}"),
     ]  # fmt: skip
     return "\n".join(f"{name:27}{value}" for name, value in rows)
+
+
+def _growth(config: TrainConfig) -> str:
+    full = "attention" in config.model.blocks and config.model.attention_window is None
+    return f" at {config.data.length} tokens; full attention keeps all of them" if full else ", however long it is"

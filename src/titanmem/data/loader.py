@@ -12,6 +12,7 @@ Legend: B rows of a batch, L tokens of a row.
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -239,9 +240,16 @@ def open_loader(
         batch_sampler=StepRows(rows.rows_per_epoch, batch, rank, world, carry, first_step),
         collate_fn=partial(stack_rows, pieces=pieces),
         num_workers=workers,
+        worker_init_fn=ignore_signals,
         pin_memory=torch.cuda.is_available(),
         generator=torch.Generator(),  # else opening a loader would move torch's global random state
     )
+
+
+def ignore_signals(_: int) -> None:
+    """Ctrl-C and SIGTERM reach all processes of a job; what to do about them is the training's business."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def held_out_rows(shards: TokenShards, length: int, count: int, align: int = 1) -> dict[str, Tensor]:

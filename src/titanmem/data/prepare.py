@@ -14,7 +14,7 @@ import random
 import shutil
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -71,25 +71,39 @@ def prepare(
     settings = Settings(source, tokenizer, trained, held_out, shard_tokens, limit_documents, limit_tokens)
     require(workers is None or workers >= 1, f"workers must be at least 1, got {workers}")
     folder = Path(out)
-    with naming(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-    with locked(folder):
+    check_room(folder, source)
+    with locked(folder, "another process is preparing"):
         Preparation(settings, folder, workers, progress).run()
     return TokenShards(folder)
 
 
+def check_room(folder: Path, source: str) -> None:
+    """Refuse a folder with something else in it, and one inside the source."""
+    there = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+    require(
+        not there or INDEX in there or WORK in there,
+        f"{folder} holds other things ({', '.join(sorted(there)[:5])}); give an empty or a new folder",
+    )
+    inside = Path(source).is_dir() and folder.resolve().is_relative_to(Path(source).resolve())
+    require(not inside, f"{folder} lies inside the source {source}, and would become part of it; give another folder")
+
+
 @contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Keep other processes from preparing the same folder."""
+def locked(folder: Path, who: str) -> Iterator[None]:
+    """Keep other processes out of a folder, which is made if need be and removed again if it stays empty."""
+    with naming(folder):
+        folder.mkdir(parents=True, exist_ok=True)
     handle = os.open(folder, os.O_RDONLY)
     try:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise ValueError(f"another process is preparing {folder}; wait for it, or give another folder") from error
+            raise ValueError(f"{who} {folder}; wait for it, or give another folder") from error
         yield
     finally:
         os.close(handle)
+        with suppress(OSError):
+            folder.rmdir()
 
 
 class Preparation:

@@ -41,7 +41,8 @@ class Tokenizer:
         return [np.asarray(ids, dtype=np.int64) for ids in self.encode_batch(texts)]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids; `end` and other control ids give none, incomplete characters give U+FFFD."""
+        """The text of ids; `end`, other control ids and those beyond vocab_size give none, incomplete characters give
+        U+FFFD."""
         raise NotImplementedError
 
     def save(self, folder: str | Path) -> None:
@@ -63,7 +64,7 @@ class ByteTokenizer(Tokenizer):
         return [np.frombuffer(self._bytes(text), dtype=np.uint8) for text in texts]
 
     def decode(self, ids: Sequence[int]) -> str:
-        return bytes(i for i in ids if i != self.end).decode(errors="replace")
+        return bytes(i for i in ids if i != self.end and i < self.vocab_size).decode(errors="replace")
 
     def save(self, folder: str | Path) -> None:
         Path(folder).mkdir(parents=True, exist_ok=True)
@@ -123,7 +124,7 @@ class PieceTokenizer(Tokenizer):
         return [[i for i in self.backend.encode(text) if i != self.end] for text in texts]
 
     def decode(self, ids: Sequence[int]) -> str:
-        return str(self.backend.decode([int(i) for i in ids]))
+        return str(self.backend.decode([int(i) for i in ids if i < self.vocab_size]))
 
     def save(self, folder: str | Path) -> None:
         Path(folder).mkdir(parents=True, exist_ok=True)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
-from titanmem.config import Config, check_counts, require
+from titanmem.config import Config, check_counts, check_types, require
 from titanmem.layers.contain import LIMIT, contain
 from titanmem.layers.gates import TokenGates
 from titanmem.layers.norm import RMSNorm, unit_rows
@@ -56,6 +56,7 @@ class MemoryConfig(Config):
     output_gate: bool = True
 
     def __post_init__(self) -> None:
+        check_types(self)
         check_counts(self, "dim", "num_heads", "depth", "chunk_len", "conv_width")
         if self.head_dim is None:
             require(

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from titanmem.blocks import BLOCKS, Block, BlockConfig
 from titanmem.blocks.base import Context
-from titanmem.config import Config, check_counts, check_keys, require
+from titanmem.config import Config, check_counts, check_keys, check_types, require
 from titanmem.layers.neural_memory import MemoryConfig, Probe
 from titanmem.layers.norm import RMSNorm
 from titanmem.models import generation
@@ -50,6 +50,15 @@ class TitansConfig(Config):
     tie_embeddings: bool = True
 
     def __post_init__(self) -> None:
+        check_types(self)
+        require(
+            isinstance(self.block, (str, list, tuple)),
+            f"block is a name or a list of one per layer, got {self.block!r}",
+        )
+        require(isinstance(self.memory, (dict, MemoryConfig)), f"memory is a dictionary, got {self.memory!r}")
+        windows = [name for name in ("window_len", "attention_window") if getattr(self, name) is not None]
+        check_counts(self, *windows)
+        require(self.rope_base > 0, f"rope_base must be positive, got {self.rope_base}")
         check_counts(self, "vocab_size", "dim", "num_layers", "num_heads", "segment_len")
         require(
             self.dim % self.num_heads == 0 and (self.dim // self.num_heads) % 2 == 0,
@@ -238,20 +247,24 @@ class TitansLM(nn.Module):
     @staticmethod
     def load(folder: str | Path, device: torch.device | str = "cpu", **changes: Any) -> TitansLM:
         """Read what `save` wrote. `changes` override settings, as in `TitansConfig.change`; another chunk_len warns."""
+        from safetensors import SafetensorError
         from safetensors.torch import load_file
 
         path = Path(folder)
         for name in ("config.json", "model.safetensors"):
             if not (path / name).exists():
                 raise FileNotFoundError(f"{path} has no {name}; expected a folder written by TitansLM.save")
-        saved = TitansConfig.from_dict(json.loads((path / "config.json").read_text()))
+        saved = TitansConfig.read(path / "config.json")
         config = saved.change(**changes)
         _warn_other_chunk(saved, config)
-        held = load_file(path / "model.safetensors")
-        model = TitansLM(config).to(held["embedding.weight"].dtype)
-        if config.tie_embeddings:
-            held["head.weight"] = held["embedding.weight"]
-        model.load_state_dict(held)
+        try:
+            held = load_file(path / "model.safetensors")
+            model = TitansLM(config).to(held["embedding.weight"].dtype)
+            if config.tie_embeddings:
+                held["head.weight"] = held["embedding.weight"]
+            model.load_state_dict(held)
+        except (SafetensorError, KeyError, RuntimeError) as error:
+            raise ValueError(f"{path / 'model.safetensors'} is damaged or of another config: {error}") from error
         return model.to(device)
 
     def _check(self, ids: Tensor, state: ModelState | None, mask: Tensor | None, documents: Tensor | None) -> None:

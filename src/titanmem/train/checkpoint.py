@@ -119,21 +119,17 @@ class Checkpoints:
         self._prune()
 
     def _prune(self) -> None:
-        """Keep the newest and the best."""
-        complete = self.complete()
-        losses = {path: read_manifest(path)["progress"].get("held_out") for path in complete}
-        scored = {path: loss for path, loss in losses.items() if loss is not None}
-        best = min(scored, key=lambda path: scored[path]) if scored else None
+        """Keep the newest and the best; one whose manifest cannot be read is left alone."""
+        complete = [path for path in self.named() if has_manifest(path)]
+        best = best_of(complete)
         for path in complete[: -self.keep]:
             if path != best:
                 gone = path.with_suffix(".gone")
                 path.rename(gone)  # so that a kill in the middle leaves nothing that looks complete
                 shutil.rmtree(gone)
-        for path in self.folder.glob("step-*.gone"):
-            shutil.rmtree(path, ignore_errors=True)
 
     def _failed(self, aside: Path, error: BaseException) -> CheckpointError:
-        complete = self.complete()
+        complete = self.named()
         good = f"the last complete one is {complete[-1]}" if complete else "there is no complete one yet"
         return CheckpointError(
             f"could not write the checkpoint {aside}: {_reason(error)}. Nothing was overwritten; {good}. Make room (or "
@@ -142,13 +138,25 @@ class Checkpoints:
 
     # -- reading --------------------------------------------------------------------------------------------------
 
-    def complete(self) -> list[Path]:
-        """Complete checkpoints, oldest first."""
-        return sorted(path for path in self.folder.glob("step-????????") if (path / MANIFEST).exists())
+    def named(self) -> list[Path]:
+        """The checkpoints, oldest first: each was complete when it got its name."""
+        return sorted(self.folder.glob("step-????????"))
+
+    def set_aside(self, after: Path) -> None:
+        """Rename the checkpoints later than `after`: what is trained from there replaces them."""
+        for path in self.named():
+            if step_of(path) > step_of(after):
+                path.rename(path.with_suffix(f".old-{os.getpid()}"))
+
+    def clear(self) -> None:
+        """Remove what killed runs left half written or half removed."""
+        for kind in ("part", "gone"):
+            for path in self.folder.glob(f"step-*.{kind}"):
+                shutil.rmtree(path, ignore_errors=True)
 
     def choose(self, step: int | None = None) -> Path | None:
         """The newest checkpoint, or that of a step; checked file by file."""
-        complete = self.complete()
+        complete = self.named()
         if step is not None:
             wanted = self.folder / name_of(step)
             if wanted not in complete:
@@ -203,12 +211,28 @@ def read_manifest(path: Path) -> dict[str, Any]:
     return found
 
 
+def has_manifest(path: Path) -> bool:
+    try:
+        return "progress" in read_manifest(path)
+    except CheckpointError:
+        return False
+
+
+def best_of(paths: Sequence[Path]) -> Path | None:
+    """The checkpoint with the lowest held-out loss of its own step."""
+    losses = {path: read_manifest(path)["progress"].get("held_out") for path in paths}
+    scored = {path: loss for path, loss in losses.items() if loss is not None}
+    return min(scored, key=lambda path: scored[path]) if scored else None
+
+
 def check(path: Path) -> str | None:
     """What is wrong with a checkpoint, naming the file; None if nothing is."""
     try:
         files = read_manifest(path)["files"]
     except CheckpointError as error:
         return str(error)
+    except (KeyError, TypeError):
+        return f"{path / MANIFEST} does not list its files"
     for name, expected in files.items():
         file = path / name
         if not file.exists():

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self
 
-from titanmem.config import Config, check_counts, check_keys, require
+from titanmem.config import Config, check_counts, check_keys, check_types, require
 from titanmem.models.language import TitansConfig
 
 
@@ -28,12 +28,15 @@ class DataConfig(Config):
     workers: int = 0  # processes that read ahead
 
     def __post_init__(self) -> None:
+        check_types(self)
         check_counts(self, "length")
         require(not (self.lengths and self.carry), "data.lengths and data.carry exclude each other; drop one")
+        expected = f"data.lengths lists [first step, row length] with lengths that divide {self.length}"
+        require(isinstance(self.lengths, (list, tuple)), f"{expected}, got {self.lengths!r}")
         for entry in self.lengths:
+            whole = isinstance(entry, (list, tuple)) and len(entry) == 2 and all(type(x) is int for x in entry)
             require(
-                len(entry) == 2 and self.length % entry[1] == 0,
-                f"data.lengths lists [first step, row length] with lengths that divide {self.length}, got {entry!r}",
+                whole and entry[0] >= 0 and entry[1] >= 1 and self.length % entry[1] == 0, f"{expected}, got {entry!r}"
             )
 
     def length_at(self, step: int) -> int:
@@ -55,7 +58,15 @@ class OptimConfig(Config):
     clip: float = 1.0
 
     def __post_init__(self) -> None:
+        check_types(self)
         require(self.lr > 0, f"optim.lr must be positive, got {self.lr}")
+        betas = self.betas
+        require(
+            isinstance(betas, (list, tuple)) and len(betas) == 2 and all(0 <= x < 1 for x in betas),
+            f"optim.betas are two numbers in [0, 1), for instance [0.9, 0.95], got {betas!r}",
+        )
+        require(self.warmup >= 0, f"optim.warmup is a number of steps, got {self.warmup}")
+        require(self.weight_decay >= 0, f"optim.weight_decay must not be negative, got {self.weight_decay}")
         require(self.clip > 0, f"optim.clip must be positive, got {self.clip}")
         require(0 <= self.final <= 1, f"optim.final is a share of the peak rate in [0, 1], got {self.final}")
 
@@ -70,6 +81,7 @@ class ParallelConfig(Config):
     compile: bool = False  # torch.compile, block by block
 
     def __post_init__(self) -> None:
+        check_types(self)
         require(self.mode in ("ddp", "fsdp"), f"parallel.mode is 'ddp' or 'fsdp', got {self.mode!r}")
         require(
             self.precision in ("auto", "bf16", "fp32"),
@@ -87,7 +99,7 @@ class TrainConfig(Config):
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     steps: int = 1000
     batch_tokens: int = 2**19  # tokens of one optimiser step, over all ranks
-    micro_rows: int = 1  # rows in one forward pass of one rank; the rest is accumulated
+    micro_rows: int = 1  # at most so many rows in one forward pass of one rank; the rest is accumulated
     seed: int = 0
     log_every: int = 10
     eval_every: int = 500
@@ -98,10 +110,20 @@ class TrainConfig(Config):
     keep: int = 2  # the newest checkpoints; the best is kept besides
     bad_steps: int = 5  # stop after so many steps in a row whose loss is not finite
     wandb: str | None = None  # a Weights & Biases project
+    init: str | None = None  # an exported model whose weights the run starts from
 
     def __post_init__(self) -> None:
+        check_types(self)
         counts = ("steps", "batch_tokens", "micro_rows", "log_every", "eval_every", "eval_rows", "save_every", "keep")
-        check_counts(self, *counts, "bad_steps")
+        check_counts(self, *counts, "bad_steps", *(() if self.eval_length is None else ("eval_length",)))
+        require(self.sample_tokens >= 0, f"sample_tokens must not be negative, got {self.sample_tokens}")
+        full = {"attention": self.model.attention_window, "mag": self.model.window_len, "mal": self.model.window_len}
+        for name in self.model.blocks if self.data.carry else ():
+            require(
+                full.get(name, 1) is not None,
+                f"data.carry with full attention would keep every token for ever; give the {name} blocks a window: "
+                f"model.{'attention_window' if name == 'attention' else 'window_len'}=…",
+            )
         require(
             self.batch_tokens % self.data.length == 0,
             f"batch_tokens={self.batch_tokens} must be a multiple of data.length={self.data.length}",
@@ -123,6 +145,16 @@ class TrainConfig(Config):
     def rows(self) -> int:
         """Rows of one optimiser step, over all ranks."""
         return self.batch_tokens // self.data.length
+
+    def micro(self, ranks: int) -> int:
+        """Rows of one forward pass where `ranks` share a step: the largest number up to micro_rows that divides it."""
+        require(
+            self.rows % ranks == 0,
+            f"a step has {self.rows} rows (batch_tokens / data.length), which {ranks} ranks cannot share equally; "
+            "change batch_tokens or the number of ranks",
+        )
+        mine = self.rows // ranks
+        return max(size for size in range(1, min(self.micro_rows, mine) + 1) if mine % size == 0)
 
     @property
     def tokens(self) -> int:
@@ -147,7 +179,8 @@ class TrainConfig(Config):
             elif head in _PARTS:
                 raise ValueError(f"{head} is a group of settings: give {head}.NAME=…; {_known(_PARTS[head])}")
             else:
-                check_keys({path: value}, [*(f.name for f in fields(self)), *_PARTS], "a training run")
+                known = [f.name for f in fields(self) if f.name not in _PARTS]
+                check_keys({path: value}, [*known, *(f"{part}.…" for part in _PARTS)], "a training run")
                 own[path] = value
         for head, changes in grouped.items():
             part = getattr(self, head)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from titanmem.data.tokenizer import load_tokenizer
 from titanmem.models.language import TitansLM
-from titanmem.train.checkpoint import CheckpointError, check, load_weights, name_of, read_manifest, step_of
+from titanmem.train.checkpoint import CheckpointError, best_of, check, has_manifest, load_weights, name_of, step_of
 from titanmem.train.config import TrainConfig
+
+_FILES = {"config.json", "model.safetensors"}
 
 
 def read_run(run: Path) -> TrainConfig:
@@ -16,13 +17,13 @@ def read_run(run: Path) -> TrainConfig:
     file = run / "config.json"
     if not file.exists():
         raise ValueError(f"{run} is not a run: it has no config.json; expected a folder that titanmem train wrote")
-    return TrainConfig.from_dict(json.loads(file.read_text()))
+    return TrainConfig.read(file)
 
 
 def load_run(run: Path, step: int | None = None, best: bool = False) -> tuple[TitansLM, int]:
     """The model of a run's newest checkpoint, that of a step, or the best; and its step."""
     config = read_run(run)
-    complete = sorted(p for p in (run / "checkpoints").glob("step-????????") if (p / "manifest.json").exists())
+    complete = sorted((run / "checkpoints").glob("step-????????"))
     if not complete:
         raise ValueError(f"{run} has no complete checkpoint yet")
     path = complete[-1]
@@ -31,8 +32,10 @@ def load_run(run: Path, step: int | None = None, best: bool = False) -> tuple[Ti
         if path not in complete:
             raise ValueError(f"{run} has no checkpoint of step {step}; there are {[step_of(p) for p in complete]}")
     elif best:
-        losses = {p: read_manifest(p)["progress"].get("held_out") for p in complete}
-        path = min(complete, key=lambda p: float("inf") if losses[p] is None else losses[p])
+        found = best_of([p for p in complete if has_manifest(p)])
+        if found is None:
+            raise ValueError(f"no checkpoint of {run} was evaluated, so none is the best; leave --best out")
+        path = found
     trouble = check(path)
     if trouble is not None:
         raise CheckpointError(f"the checkpoint {path} is damaged: {trouble}; choose another with --step")
@@ -41,9 +44,21 @@ def load_run(run: Path, step: int | None = None, best: bool = False) -> tuple[Ti
     return model, step_of(path)
 
 
+def clear_export(out: Path) -> None:
+    """Make room in a folder that an earlier export or save wrote; anything else is refused."""
+    there = {path.name for path in out.iterdir()} if out.is_dir() else set()
+    foreign = sorted(name for name in there if not (name in _FILES or name.startswith("tokenizer")))
+    if foreign:
+        raise ValueError(f"{out} holds other things ({', '.join(foreign[:5])}); give an empty or a new folder")
+    for name in there:
+        (out / name).unlink()
+
+
 def export(run: Path, out: Path, step: int | None = None, best: bool = False) -> int:
     """Write config.json, model.safetensors and the tokenizer's files to `out`; returns the step."""
     model, found = load_run(run, step, best)
+    tokenizer = load_tokenizer(Path(read_run(run).data.path) / "tokenizer")
+    clear_export(out)
     model.save(out)
-    load_tokenizer(Path(read_run(run).data.path) / "tokenizer").save(out)
+    tokenizer.save(out)
     return found

@@ -11,6 +11,7 @@ import math
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -19,15 +20,17 @@ import torch
 from torch import Tensor
 
 from titanmem.data.loader import held_out_rows, open_loader
-from titanmem.data.prepare import prepare
-from titanmem.data.shards import TokenShards
+from titanmem.data.prepare import locked
+from titanmem.data.shards import Index, TokenShards
 from titanmem.data.tokenizer import load_tokenizer
 from titanmem.models.language import TitansLM
 from titanmem.state import ModelState
 from titanmem.train.checkpoint import Checkpoints, step_of
 from titanmem.train.config import TrainConfig
+from titanmem.train.data import open_data
 from titanmem.train.evaluate import held_out, sample, token_losses
-from titanmem.train.metrics import Meter, Metrics
+from titanmem.train.metrics import FILE as METRICS
+from titanmem.train.metrics import SAMPLES, Meter, Metrics, check_trackers
 from titanmem.train.optim import make_optimizer, rate_at
 from titanmem.train.parallel import Ranks, Spread, open_ranks
 from titanmem.train.provenance import provenance
@@ -52,9 +55,11 @@ def train(
     is called with every step's number and loss.
     """
     with open_ranks() as ranks:
-        run = Run(config, Path(folder), ranks, from_step)
+        run = Run(config, Path(folder), ranks)
         try:
-            return run.go(on_step or (lambda step, loss: None))
+            run.open(from_step)
+            with Stopping() as stopping:
+                return run.go(stopping, on_step or (lambda step, loss: None))
         finally:
             run.close()
 
@@ -62,31 +67,40 @@ def train(
 class Run:
     """One run: what it is made of, and its steps."""
 
-    def __init__(self, config: TrainConfig, folder: Path, ranks: Ranks, from_step: int | None) -> None:
+    def __init__(self, config: TrainConfig, folder: Path, ranks: Ranks) -> None:
         self.config, self.folder, self.ranks = config, folder, ranks
-        self.stopping = Stopping()
-        if ranks.first:
-            claim_folder(config, folder)
-            open_data(config, verify=True)
-        ranks.barrier()
-        check_world(config, ranks)
+        self.held_open = ExitStack()  # the folder's lock and the metrics' files
+
+    def open(self, from_step: int | None) -> None:
+        """Everything before the first step."""
+        config, folder, ranks = self.config, self.folder, self.ranks
+        self.micro = check_setup(config, ranks)
+        ranks.first_only(lambda: self.held_open.enter_context(open_run(config, folder)))
         self.shards = TokenShards(config.data.path, "train")
+        self.held = open_held_out(config)
         self.tokenizer = load_tokenizer(Path(config.data.path) / "tokenizer")
         torch.manual_seed(config.seed)
-        self.spread = Spread(TitansLM(config.model).to(ranks.device), config.parallel, ranks)
+        self.spread = Spread(first_model(config).to(ranks.device), config.parallel, ranks)
         self.optimizer = make_optimizer(self.spread.module, config.optim)
         self.checkpoints = Checkpoints(folder, ranks, config.keep)
+        ranks.first_only(self.checkpoints.clear)
         self.step, self.saved, self.bad = 0, 0, 0
         self.lanes: list[ModelState | None] = []  # carried memories, one entry per micro-batch
-        self.result: dict[str, Any] = {}
+        self.result: dict[str, Any] = {}  # of the last evaluation
+        self.evaluated = 0
         self.restore(from_step)
         self.metrics = Metrics(folder, config, self.step, ranks.first)
+        self.held_open.callback(self.metrics.close)
+        if self.held is None:
+            self.metrics.say(f"{config.data.path} holds no held-out documents: no held-out loss, no samples")
 
     def restore(self, from_step: int | None) -> None:
         """Go on from a checkpoint, if there is one."""
         path = self.checkpoints.choose(from_step)
         if path is None:
             return
+        if from_step is not None:
+            self.ranks.first_only(lambda: self.checkpoints.set_aside(after=path))
         progress, files = self.checkpoints.load(path, self.spread, self.optimizer)
         self.step = self.saved = step_of(path)
         self.bad = progress["bad"]
@@ -94,20 +108,20 @@ class Run:
             every = ModelState.stack([ModelState.load(file) for file in files])
             count = every.batch // self.ranks.world
             mine = every.rows(slice(self.ranks.rank * count, (self.ranks.rank + 1) * count)).to(self.ranks.device)
-            size = self.config.micro_rows
+            size = self.micro
             self.lanes = [mine.rows(slice(first, first + size)) for first in range(0, count, size)]
         if self.ranks.first:
             print(f"going on from {path}", flush=True)
 
     # -- the loop -------------------------------------------------------------------------------------------------
 
-    def go(self, on_step: Callable[[int, float], None]) -> dict[str, Any]:
+    def go(self, stopping: Stopping, on_step: Callable[[int, float], None]) -> dict[str, Any]:
         """All steps that are left."""
         config = self.config
         meter = Meter(config, self.ranks)
         complete = True
         for batch in self.batches():
-            count, stop = self.ranks.total(float((batch["labels"] >= 0).sum()), float(self.stopping.asked))
+            count, stop = self.ranks.total(float((batch["labels"] >= 0).sum()), float(stopping.asked))
             if stop:
                 complete = False
                 break
@@ -118,8 +132,8 @@ class Run:
             self.metrics.tick(**meter.brief())
             if self.step % config.log_every == 0 or self.step == config.steps:
                 self.metrics.record(self.step, shown())
-            if self.step % config.eval_every == 0 or self.step == config.steps:
-                self.evaluate()
+            if self.held is not None and (self.step % config.eval_every == 0 or self.step == config.steps):
+                self.evaluate(self.held)
                 meter.skip()
             if self.step % config.save_every == 0 and self.step < config.steps:
                 self.save()
@@ -143,6 +157,7 @@ class Run:
 
     def advance(self, batch: Batch, count: float) -> tuple[float, float]:
         """One optimiser step; returns the mean loss over all ranks and the gradient's norm."""
+        count = max(1.0, count)  # rows of nothing but document ends predict nothing
         parts = self.micro_batches(batch)
         if self.config.data.carry and not self.lanes:
             self.lanes = [None] * len(parts)
@@ -167,7 +182,7 @@ class Run:
     def micro_batches(self, batch: Batch) -> list[Batch]:
         """The rows of a step in portions that fit into memory."""
         pieces = self.config.data.length // batch["ids"].shape[1]
-        size = self.config.micro_rows * pieces
+        size = self.micro * pieces
         cuts = {name: x.split(size) for name, x in batch.items()}
         return [{name: xs[i].to(self.ranks.device) for name, xs in cuts.items()} for i in range(len(cuts["ids"]))]
 
@@ -200,27 +215,27 @@ class Run:
 
     # -- around the steps -----------------------------------------------------------------------------------------
 
-    def evaluate(self) -> None:
+    def evaluate(self, shards: TokenShards) -> None:
         """Held-out loss by position, the memory's numbers, a sample."""
         config = self.config
         length = config.eval_length or 2 * config.data.length
-        shards = TokenShards(config.data.path, "held")
         rows = held_out_rows(shards, length, min(config.eval_rows, shards.documents))
         self.spread.module.eval()
         found = held_out(self.spread, rows, min(length, config.data.length))
-        self.result = found
+        self.result, self.evaluated = found, self.step
         self.metrics.record(self.step, found)
         self.metrics.say(f"step {self.step}: held-out loss {found['held_out']:.4f}")
         if config.sample_tokens:
             text = sample(self.spread, self.tokenizer, rows["ids"][0, :64], config.sample_tokens)
             if self.ranks.first:
-                with (self.folder / "samples.jsonl").open("a") as file:
+                with (self.folder / SAMPLES).open("a") as file:
                     file.write(json.dumps({"step": self.step, **text}) + "\n")
         self.spread.module.train()
 
     def save(self, wait: bool = False) -> None:
         """A checkpoint of this step."""
-        progress = {"bad": self.bad, "held_out": self.result.get("held_out")}
+        fresh = self.evaluated == self.step
+        progress = {"bad": self.bad, "held_out": self.result.get("held_out") if fresh else None}
         lanes = [lane for lane in self.lanes if lane is not None]
         self.checkpoints.save(self.step, self.spread, self.optimizer, progress, lanes, wait)
         self.saved = self.step
@@ -230,7 +245,9 @@ class Run:
         if self.step > self.saved:
             self.save(wait=True)
         self.checkpoints.wait()
-        if complete:
+        if self.step == 0:
+            self.metrics.say("stopped before the first step; the same command starts anew")
+        elif complete:
             self.metrics.say(f"done: {self.step} steps in {self.folder}. Next: titanmem plot {self.folder}")
         else:
             self.metrics.say(
@@ -238,9 +255,7 @@ class Run:
             )
 
     def close(self) -> None:
-        self.stopping.restore()
-        if hasattr(self, "metrics"):
-            self.metrics.close()
+        self.held_open.close()
 
 
 class Stopping:
@@ -249,61 +264,72 @@ class Stopping:
     def __init__(self) -> None:
         self.asked = False
         self.before: dict[int, Any] = {}
+
+    def __enter__(self) -> Stopping:
         if threading.current_thread() is threading.main_thread():
             self.before = {number: signal.signal(number, self.ask) for number in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
 
     def ask(self, number: int, _: Any) -> None:
         if self.asked and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.asked = True
 
-    def restore(self) -> None:
-        for number, handler in self.before.items():
-            signal.signal(number, handler)
+
+def check_setup(config: TrainConfig, ranks: Ranks) -> int:
+    """What can be wrong before anything is written; returns the rows of one forward pass."""
+    if config.parallel.compile and "mac" in config.model.blocks and (config.data.reset or config.data.carry):
+        raise ValueError("parallel.compile with MAC takes no documents and no carried memory; give data.reset=false")
+    check_trackers(config)
+    return config.micro(ranks.world)
+
+
+@contextmanager
+def open_run(config: TrainConfig, folder: Path) -> Iterator[None]:
+    """Prepare the text and claim the folder. A folder of another config, or one that another process trains in, is
+    refused."""
+    with locked(folder, "another process is training in"):
+        claim_folder(config, folder)
+        yield
 
 
 def claim_folder(config: TrainConfig, folder: Path) -> None:
-    """Write what the run is. A folder with another run's config is refused."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Write what the run is, once it is known that it can begin."""
     file = folder / "config.json"
-    if file.exists():
-        held = json.loads(file.read_text())
-        mine = json.loads(json.dumps(config.to_dict()))
-        differ = [name for name in mine if mine[name] != held.get(name)]
+    begun = (folder / "checkpoints").exists() or (folder / METRICS).exists()
+    if file.exists() and begun:
+        mine, held = (json.loads(json.dumps(c.to_dict())) for c in (config, TrainConfig.read(file)))
+        differ = [name for name in mine if mine[name] != held[name]]
         if differ:
             raise ValueError(
                 f"{folder} holds a run with another config (it differs in {', '.join(differ)}); choose another --out, "
                 f"or go on with its own config: titanmem train --resume {folder}"
             )
-    else:
+    open_data(config)
+    if not (file.exists() and begun):
         file.write_text(json.dumps(config.to_dict(), indent=1) + "\n")
     with (folder / "provenance.jsonl").open("a") as log:  # one line for every start
         log.write(json.dumps(provenance()) + "\n")
 
 
-def open_data(config: TrainConfig, verify: bool) -> None:
-    """Prepare the text if it is not there yet, and check it against the model."""
-    data = config.data
-    if not (Path(data.path) / "dataset.json").exists():
-        prepare(
-            data.source, Path(data.path), tokenizer=data.tokenizer, vocab_size=data.vocab_size,
-            held_out=data.held_out, limit_tokens=data.limit_tokens,
-        )  # fmt: skip
-    shards = TokenShards(data.path, "train", verify=verify)
-    if shards.vocab_size > config.model.vocab_size:
-        raise ValueError(
-            f"{data.path} has a vocabulary of {shards.vocab_size}, the model one of {config.model.vocab_size}; "
-            f"give model.vocab_size={shards.vocab_size}, or prepare the text with another tokenizer"
-        )
+def open_held_out(config: TrainConfig) -> TokenShards | None:
+    """The held-out documents, if there are any."""
+    some = Index.load(Path(config.data.path)).splits.get("held")
+    return TokenShards(config.data.path, "held") if some else None
 
 
-def check_world(config: TrainConfig, ranks: Ranks) -> None:
-    """Every rank must get the same number of whole micro-batches."""
-    rows = config.rows
-    if rows % (ranks.world * config.micro_rows):
-        raise ValueError(
-            f"a step has {rows} rows (batch_tokens / data.length), which {ranks.world} ranks with "
-            f"micro_rows={config.micro_rows} cannot share equally; change batch_tokens or micro_rows"
-        )
-    if config.parallel.compile and "mac" in config.model.blocks and (config.data.reset or config.data.carry):
-        raise ValueError("parallel.compile with MAC takes no documents and no carried memory; give data.reset=false")
+def first_model(config: TrainConfig) -> TitansLM:
+    """The model before its first step: fresh, or with the weights of an exported one."""
+    model = TitansLM(config.model)
+    if config.init is not None:
+        given = TitansLM.load(config.init)
+        mine, theirs = config.model.to_dict(), given.config.to_dict()
+        differ = [f"{name}={theirs[name]!r} there, {mine[name]!r} here" for name in mine if mine[name] != theirs[name]]
+        if differ:
+            raise ValueError(f"init={config.init} is another model ({'; '.join(differ)}); give the same model settings")
+        model.load_state_dict(given.state_dict())
+    return model

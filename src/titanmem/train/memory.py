@@ -17,11 +17,10 @@ def training_bytes(config: TrainConfig, ranks: int) -> tuple[int, int]:
     fixed = 4 * FLOAT * parameters(config.model)
     if config.parallel.mode == "fsdp":
         fixed //= ranks
-    tokens = config.micro_rows * config.data.length
+    rows = config.micro(ranks)
+    tokens = rows * config.data.length
     width = FLOAT if config.parallel.precision == "fp32" else 2
-    layers = [
-        _block_bytes(config.model, name, config.micro_rows, config.data.length, width) for name in config.model.blocks
-    ]
+    layers = [_block_bytes(config.model, name, rows, config.data.length, width) for name in config.model.blocks]
     stream = tokens * config.model.dim * width
     saved = max(layers) + stream * len(layers) if config.parallel.recompute else sum(layers)
     logits = 3 * tokens * config.model.vocab_size * FLOAT

@@ -20,6 +20,7 @@ from titanmem.train.config import TrainConfig
 from titanmem.train.parallel import Ranks, peak_flops
 
 FILE = "metrics.jsonl"
+SAMPLES = "samples.jsonl"
 
 
 class Metrics:
@@ -31,9 +32,14 @@ class Metrics:
             return
         from tqdm import tqdm
 
-        keep_before(folder / FILE, first_step)
+        for name in (FILE, SAMPLES):
+            keep_before(folder / name, first_step)
         self.file = (folder / FILE).open("a", buffering=1)
-        self.bar: Any = tqdm(total=config.steps, initial=first_step, unit="step", dynamic_ncols=True, file=sys.stderr)
+        self.bar: Any = tqdm(
+            total=config.steps, initial=first_step, unit="step", dynamic_ncols=True, file=sys.stderr,
+            disable=not sys.stderr.isatty(), leave=False,
+        )  # fmt: skip
+        self.shown: dict[str, str] = {}
         self.board: Any = None
         if importlib.util.find_spec("tensorboard") is not None:
             from torch.utils.tensorboard import SummaryWriter
@@ -48,6 +54,8 @@ class Metrics:
         if not self.active:
             return
         self.file.write(json.dumps({"step": step, **values}) + "\n")
+        if self.bar.disable and "loss" in values:  # no terminal: a line in the log instead of a bar
+            self.say(f"step {step}: " + ", ".join(f"{name} {value}" for name, value in self.shown.items()))
         numbers = dict(flatten(values))
         if self.board is not None:
             for name, value in numbers.items():
@@ -58,12 +66,15 @@ class Metrics:
     def tick(self, **shown: str) -> None:
         """One step further."""
         if self.active:
+            self.shown = shown
             self.bar.set_postfix(shown, refresh=False)
             self.bar.update()
 
     def say(self, text: str) -> None:
         """A line above the progress bar."""
-        if self.active:
+        if self.active and self.bar.disable:
+            print(text, file=sys.stderr, flush=True)
+        elif self.active:
             self.bar.write(text, file=sys.stderr)
 
     def close(self) -> None:
@@ -148,21 +159,25 @@ def keep_before(path: Path, step: int) -> None:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl; an incomplete last line is left out."""
+    """The lines of metrics.jsonl or samples.jsonl without damaged ones, such as a last one that a kill cut off."""
     lines = []
-    for text in path.read_text().splitlines():
+    for text in path.read_text(errors="replace").splitlines():
         try:
-            lines.append(json.loads(text))
+            line = json.loads(text)
         except json.JSONDecodeError:
-            break
+            continue
+        if isinstance(line, dict) and isinstance(line.get("step"), int):
+            lines.append(line)
     return lines
 
 
+def check_trackers(config: TrainConfig) -> None:
+    """Whether what the config asks for is installed."""
+    if config.wandb is not None and importlib.util.find_spec("wandb") is None:
+        raise ValueError("wandb=… asks for Weights & Biases, which is not installed; pip install wandb, or drop it")
+
+
 def _open_wandb(config: TrainConfig, folder: Path) -> Any:
-    try:
-        import wandb
-    except ImportError as error:
-        raise ValueError(
-            "wandb=… asks for Weights & Biases, which is not installed; pip install wandb, or drop it"
-        ) from error
+    import wandb
+
     return wandb.init(project=config.wandb, name=folder.name, dir=folder, config=config.to_dict(), resume="allow")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -40,6 +40,19 @@ class Ranks:
         held = torch.tensor(values, dtype=torch.float64, device=self.device)
         dist.all_reduce(held)
         return held.tolist()
+
+    def first_only(self, work: Callable[[], None]) -> None:
+        """Let the first rank do something that all need; what it finds wrong stops all."""
+        patient = dist.new_group(backend="gloo", timeout=timedelta(days=30))  # preparing text can take days
+        trouble: list[str | None] = [None]
+        if self.first:
+            try:
+                work()
+            except (ValueError, OSError) as error:
+                trouble = [str(error)]
+        dist.broadcast_object_list(trouble, group=patient)
+        if trouble[0] is not None:
+            raise ValueError(trouble[0])
 
     def barrier(self) -> None:
         """Wait for all."""

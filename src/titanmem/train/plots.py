@@ -5,12 +5,11 @@ from __future__ import annotations
 import base64
 import html
 import io
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from titanmem.train.metrics import FILE, read_metrics
+from titanmem.train.metrics import FILE, SAMPLES, read_metrics
 
 Metrics = list[dict[str, Any]]
 
@@ -34,49 +33,62 @@ def loss_figure(runs: dict[str, Metrics]) -> Any:
         train = [(line["step"], line["loss"]) for line in lines if "loss" in line]
         held = [(line["step"], line["held_out"]) for line in lines if "held_out" in line]
         if train:
-            left.plot(*zip(*train, strict=True), color=colour, alpha=0.45, linewidth=1)
+            left.plot(*zip(*train, strict=True), color=colour, alpha=0.45, linewidth=1, label=f"{name}, training")
         if held:
             left.plot(*zip(*held, strict=True), color=colour, marker="o", markersize=3, label=f"{name}, held out")
         places = [line["by_position"] for line in lines if "by_position" in line]
         if places:
             middle = [(p["from"] + p["to"]) / 2 for p in places[-1]]
             right.plot(middle, [p["loss"] for p in places[-1]], color=colour, marker="o", markersize=3, label=name)
-    left.set(xlabel="step", ylabel="loss, nats per token", title="training (thin) and held-out loss")
-    right.set(xlabel="position in the document", xscale="log", title="held-out loss by position")
+            position_axis(right, places[-1])
+    left.set(xlabel="step", ylabel="loss, nats per token", title="loss")
+    right.set(xlabel="position in the document", title="held-out loss by position, last evaluation")
     for axes in (left, right):
-        if axes.has_data():
+        if axes.get_legend_handles_labels()[0]:
             axes.legend(frameon=False, fontsize=8)
     return figure
 
 
 def memory_figure(runs: dict[str, Metrics]) -> Any | None:
     """Surprise, gates and weight norm of every layer over training; None if no run has a memory."""
-    names = ["surprise", "weight_norm", "step", "momentum", "forget"]
+    names = {"surprise": "surprise", "weight_norm": "norm of the weights", "step": "step size θ"}
+    names |= {"momentum": "momentum η", "forget": "forgetting α"}
     found = {name: [line for line in lines if line.get("memory")] for name, lines in runs.items()}
     if not any(found.values()):
         return None
-    figure, axes = new_figure(len(names))
-    for index, lines in enumerate(found.values()):
+    figure, axes = new_figure(3, rows=2)
+    for index, (run, lines) in enumerate(found.items()):
         layers = list(lines[0]["memory"]) if lines else []
         for depth, layer in enumerate(layers):
             shade = 1 - 0.75 * depth / max(1, len(layers))
-            for axis, name in zip(axes, names, strict=True):
-                steps = [line["step"] for line in lines]
+            steps = [line["step"] for line in lines]
+            for axis, name in zip(axes, names, strict=False):
                 values = [line["memory"][layer][name] for line in lines]
                 axis.plot(steps, values, color=f"C{index}", alpha=shade, marker=".", markersize=3)
-    for axis, name in zip(axes, names, strict=True):
-        axis.set(title=name.replace("_", " "), xlabel="step")
+            axes[-1].plot([], [], color=f"C{index}", alpha=shade, label=f"{run}, {layer}")
+    for axis, title in zip(axes, names.values(), strict=False):
+        axis.set(title=title, xlabel="training step")
+    axes[-1].set_axis_off()
+    axes[-1].legend(frameon=False, fontsize=8, loc="upper left", ncols=1 + len(axes[-1].lines) // 13)
     return figure
 
 
-def new_figure(columns: int, width: float = 4.6, height: float = 3.4) -> tuple[Any, Any]:
-    """A figure with axes side by side, without needing a screen."""
+def position_axis(axis: Any, places: Sequence[dict[str, Any]]) -> None:
+    """A logarithmic axis with plain numbers where the buckets end."""
+    ends = [p["to"] for p in places]
+    axis.set_xscale("log")
+    axis.set_xticks(ends, [f"{end:,}" for end in ends], rotation=45 if len(ends) > 6 else 0)
+    axis.minorticks_off()
+
+
+def new_figure(columns: int, rows: int = 1, width: float = 4.6, height: float = 3.4) -> tuple[Any, Any]:
+    """A figure with its axes, row by row, without needing a screen."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ValueError("plots need matplotlib; pip install 'titanmem[train]'") from error
-    figure = Figure(figsize=(width * columns, height), layout="constrained", dpi=120)
-    axes = figure.subplots(1, columns, squeeze=False)[0]
+    figure = Figure(figsize=(width * columns, height * rows), layout="constrained", dpi=120)
+    axes = figure.subplots(rows, columns, squeeze=False).ravel()
     for axis in axes:
         axis.spines[["top", "right"]].set_visible(False)
         axis.grid(alpha=0.25)
@@ -102,6 +114,26 @@ def write_page(path: Path, title: str, parts: Sequence[Any]) -> None:
     path.write_text(f"{head}<style>{style}</style><h1>{html.escape(title)}</h1>{''.join(body)}</html>\n")
 
 
+def run_table(folders: Sequence[Path], runs: dict[str, Metrics]) -> str:
+    """Size, tokens, losses and speed of every run."""
+    from titanmem.models.cost import parameters
+    from titanmem.train.export import read_run
+
+    lines = ["<tr><th>run</th><th>parameters</th><th>steps</th><th>tokens</th><th>held-out loss</th><th>best</th>"]
+    lines.append("<th>tokens/s</th></tr>")
+    for folder, (name, records) in zip(folders, runs.items(), strict=True):
+        config = read_run(folder)
+        held = [line["held_out"] for line in records if "held_out" in line]
+        speeds = sorted(line["tokens_per_s"] for line in records if "tokens_per_s" in line)
+        step = max((line["step"] for line in records), default=0)
+        cells = [html.escape(name), f"{parameters(config.model):,}", f"{step:,} of {config.steps:,}"]
+        cells.append(f"{step * config.batch_tokens:,}")
+        cells += [f"{held[-1]:.4f}", f"{min(held):.4f}"] if held else ["–", "–"]
+        cells.append(f"{speeds[len(speeds) // 2]:,.0f}" if speeds else "–")
+        lines.append(f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>")
+    return f"<table>{''.join(lines)}</table>"
+
+
 def _encode(figure: Any) -> str:
     held = io.BytesIO()
     figure.savefig(held, format="png")
@@ -118,14 +150,14 @@ def plot_runs(folders: Sequence[Path], out: Path) -> None:
         return
     if out.suffix != ".html":
         raise ValueError(f"--out must end in .png or .html, got {out}")
-    parts: list[Any] = [losses]
+    parts: list[Any] = [losses, run_table(folders, runs)]
     memory = memory_figure(runs)
     if memory is not None:
-        parts += ["<h2>What the memory does</h2>", "Darker lines are earlier layers.", memory]
+        parts += ["<h2>What the memory does</h2>", memory]
     for folder in folders:
-        samples = folder / "samples.jsonl"
-        if samples.exists():
-            last = json.loads(samples.read_text().splitlines()[-1])
+        samples = read_metrics(folder / SAMPLES) if (folder / SAMPLES).exists() else []
+        if samples:
+            last = samples[-1]
             parts.append(f"<h2>{html.escape(folder.name)}, a sample at step {last['step']}</h2>")
             parts.append(f"<pre><b>{html.escape(last['prompt'])}</b>{html.escape(last['text'])}</pre>")
     write_page(out, "Training runs: " + ", ".join(runs), parts)

@@ -1,0 +1,71 @@
+"""The text of a run: prepared when it is not there yet, and the settings that follow from it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from titanmem.config import require
+from titanmem.data.prepare import BPE_VOCAB, prepare
+from titanmem.data.shards import INDEX, Index, TokenShards
+from titanmem.train.config import DataConfig, TrainConfig
+
+_PREPARED = ("source", "tokenizer", "vocab_size", "held_out", "limit_tokens")  # what decides a prepared folder
+
+
+def fit_to_data(config: TrainConfig, given: Collection[str]) -> TrainConfig:
+    """Settle what follows from the settings that were `given` (dotted names): another source gets another folder, a
+    prepared folder says what it was made from, and the model's vocabulary is that of the text."""
+    named = [name for name in _PREPARED if f"data.{name}" in given]
+    data = config.data
+    if "data.path" not in given and {"source", "tokenizer", "vocab_size"} & set(named):
+        data = replace(data, path=default_path(data))
+    vocabulary = {"bytes": 256, "bpe": data.vocab_size or BPE_VOCAB}.get(data.tokenizer)
+    if (Path(data.path) / INDEX).exists():
+        index = Index.load(Path(data.path))
+        made = {name: getattr(index.settings, name) for name in _PREPARED}
+        asked = {name: getattr(data, name) for name in named}
+        wrong = [
+            f"{name}={made[name]!r} there, {value!r} asked" for name, value in asked.items() if value != made[name]
+        ]
+        require(
+            not wrong,
+            f"{data.path} was prepared with other settings ({'; '.join(wrong)}); give another data.path, or leave "
+            "these settings out",
+        )
+        data, vocabulary = replace(data, **made), index.vocab_size
+    model = config.model
+    if vocabulary is not None and "model.vocab_size" not in given:
+        model = replace(model, vocab_size=vocabulary)
+    return replace(config, data=data, model=model)
+
+
+def default_path(data: DataConfig) -> str:
+    """A folder for this source and tokenizer: corpus/ with a BPE of 1,024 goes to data/corpus-bpe1024."""
+
+    def short(text: str) -> str:
+        return re.sub(r"[^A-Za-z0-9.]+", "-", text).strip("-.").lower()[-60:] or "text"
+
+    size = f"{data.vocab_size or BPE_VOCAB}" if data.tokenizer == "bpe" else ""
+    place = Path(data.source)
+    return f"data/{short(place.name if place.exists() else data.source)}-{short(data.tokenizer)}{size}"
+
+
+def open_data(config: TrainConfig) -> None:
+    """Prepare the text if it is not there yet, and check it against the model."""
+    data = config.data
+    if not (Path(data.path) / INDEX).exists():
+        made: dict[str, Any] = {name: getattr(data, name) for name in _PREPARED[1:]}
+        prepare(data.source, Path(data.path), **made)
+    for split, files in Index.load(Path(data.path)).splits.items():
+        if files:
+            TokenShards(data.path, split, verify=True)
+    shards = TokenShards(data.path, "train")
+    require(
+        shards.vocab_size <= config.model.vocab_size,
+        f"{data.path} has a vocabulary of {shards.vocab_size}, the model one of {config.model.vocab_size}; "
+        f"give model.vocab_size={shards.vocab_size}, or prepare the text with another tokenizer",
+    )
