@@ -2,7 +2,9 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: quickstart test test-slow lint format bench clean
+.PHONY: install quickstart test test-slow lint format bench clean
+
+install: .venv/ready             ## .venv with the project in it
 
 quickstart: .venv/ready          ## train small models for about five minutes, show what their memory does
 	$(BIN)/python examples/quickstart.py

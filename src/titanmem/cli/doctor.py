@@ -16,6 +16,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     import titanmem
     from titanmem.ops.backend import explain, forms
+    from titanmem.ops.memory import support
 
     def line(name: str, value: object) -> None:
         print(f"  {name:<14} {value}")
@@ -30,7 +31,9 @@ def run(arguments: argparse.Namespace) -> int:
             line(f"gpu {index}", f"{about.name}, {about.total_memory / 2**30:.0f} GiB")
     else:
         line("gpu", "none found")
-    for name, purpose in (("safetensors", "saving states and models"), ("matplotlib", "pictures")):
+    parts = {"safetensors": "saving states and models", "tokenizers": "BPE and other tokenizers"}
+    parts |= {"tqdm": "training", "matplotlib": "pictures", "datasets": "text from the Hugging Face hub"}
+    for name, purpose in parts.items():
         here = importlib.util.find_spec(name) is not None
         line(name, f"{'installed' if here else 'missing'} ({purpose})")
     print("operations")
@@ -40,5 +43,6 @@ def run(arguments: argparse.Namespace) -> int:
         for other, about_form in forms(operation).items():
             if other != form:
                 line("", f"also {other}: {about_form}")
-    line("kernels", "no GPU kernel yet: a GPU runs the chunked form in plain torch")
+    trouble = support.machine()
+    line("kernels", f"cannot run here: {trouble}" if trouble else "can run here: titanmem.backend(memory=\"triton\")")
     return 0

@@ -118,7 +118,10 @@ class TitansConfig(Config):
         return named_config(name).change(**changes)
 
     def change(self, **changes: Any) -> TitansConfig:
-        """A config with other settings; `memory` settings are merged into those there are."""
+        """A config with other settings; `memory` settings are merged into those there are, and another dim takes the
+        default mlp_width unless one is given."""
+        if changes.get("dim", self.dim) != self.dim:
+            changes.setdefault("mlp_width", None)
         check_keys(changes, list(self.__dataclass_fields__), "TitansConfig")
         if isinstance(changes.get("memory"), dict):
             assert isinstance(self.memory, dict)

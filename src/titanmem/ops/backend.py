@@ -8,6 +8,7 @@ from contextlib import contextmanager
 _FORMS: dict[str, dict[str, str]] = {
     "memory": {
         "chunked": "exact parallel form in plain torch, any device, depth and dtype",
+        "triton": "the same in GPU kernels; not measured yet, so never chosen by itself",
         "reference": "token loop, the specification; slow, for tests and reading",
     },
     "attention": {

@@ -2,7 +2,8 @@
 
     y, fast = memory(q, k, v, gates, fast, gain=gain, chunk_len=64)
 
-`reference` is the token loop that specifies it, `chunked` the exact parallel form. Legend: B batch, T tokens, H heads,
+`reference` is the token loop that specifies it, `chunked` the exact parallel form in plain torch, `triton` the same in
+kernels; single tokens have a form of their own. Legend: B batch, T tokens, H heads,
 D head width, L matrices of shape I_l × O_l with I₁ = O_L = D.
 """
 
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from titanmem.ops import backend
-from titanmem.ops.memory import chunked, custom_op
+from titanmem.ops.memory import chunked, custom_op, support
 from titanmem.ops.memory.network import read
 from titanmem.ops.memory.plan import count_chunks
 from titanmem.ops.memory.probe import WriteProbe, probe_scan
@@ -89,9 +90,40 @@ def memory(
     if _is_step(q, k, v, gates, fast, gain, lengths, starts):
         with torch.autocast(q.device.type, enabled=False):
             return memory_step(q, k, v, gates.stacked(), fast, gain, chunk_len, residual, clip)
+    how = dict(gain=gain, chunk_len=chunk_len, residual=residual, clip=clip, fresh=fresh)
+    if choice == "triton":
+        why = support.why_not(q, gates.channels, fast.start_weight, chunk_len)
+        if why is not None:
+            support.say_once(why)
+            choice = "chunked"
+        elif (first := support.first_piece(q, fast, starts, chunk_len)) is not None:
+            return _in_two(first, q, k, v, gates, fast, lengths, starts, how)
     call, graded = _flat_call(q, k, v, gates, fast, gain, chunk_len, residual, clip, lengths, starts, fresh)
+    form = "triton" if choice == "triton" and fast.pending is None else "chunked"
     with torch.autocast(q.device.type, enabled=False):  # precision is the operation's own business
-        return _chunked(call, graded, gates, len(fast.start_weight), pends)
+        return _scan(call, graded, gates, len(fast.start_weight), pends, form)
+
+
+def _in_two(
+    first: int,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gates: Gates,
+    fast: FastWeights,
+    lengths: Tensor | None,
+    starts: Tensor | None,
+    how: dict[str, Any],
+) -> tuple[Tensor, FastWeights]:
+    """The first tokens and the rest as two calls."""
+    outputs, tokens = [], q.shape[1]
+    for a, b in ((0, first), (first, tokens)):
+        part = Gates(*(tuple(g[:, a:b] for g in kind) for kind in (gates.step, gates.momentum, gates.forget)))
+        reach = None if lengths is None else (lengths - a).clamp(0, b - a)
+        begin = None if starts is None else starts[:, a:b]
+        y, fast = memory(q[:, a:b], k[:, a:b], v[:, a:b], part, fast, lengths=reach, starts=begin, **how)
+        outputs.append(y)
+    return torch.cat(outputs, 1), fast
 
 
 def _at_border(fast: FastWeights) -> bool:
@@ -149,8 +181,10 @@ def _flat_call(
     return call, torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
 
 
-def _chunked(call: tuple[Any, ...], graded: bool, gates: Gates, depth: int, pends: bool) -> tuple[Tensor, FastWeights]:
-    if gates.channels or not (graded or torch.compiler.is_compiling()):
+def _scan(
+    call: tuple[Any, ...], graded: bool, gates: Gates, depth: int, pends: bool, form: str
+) -> tuple[Tensor, FastWeights]:
+    if form == "chunked" and (gates.channels or not (graded or torch.compiler.is_compiling())):
         scan, carry = custom_op.open_scan(*call)
         if graded:
             y, after = chunked.scan_autograd(scan, carry)
@@ -158,7 +192,7 @@ def _chunked(call: tuple[Any, ...], graded: bool, gates: Gates, depth: int, pend
             y, after, _ = chunked.scan_forward(scan, carry, keep=False)
         out = custom_op.close_scan(scan, y, after, carry.old, call[0].dtype)
     else:
-        out = custom_op.memory_scan(*call, keep=graded)
+        out = custom_op.memory_scan(*call, keep=graded, form=form)
     y, rest = out[0], out[1:]
     weight, surprise, rest = tuple(rest[:depth]), tuple(rest[depth : 2 * depth]), rest[2 * depth :]
     if not pends:

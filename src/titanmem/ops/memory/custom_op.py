@@ -15,7 +15,7 @@ from torch import Tensor
 
 from titanmem.ops.memory.chunk import Pending
 from titanmem.ops.memory.chunked import Carry, Scan, ScanGrads, group_len, scan_backward, scan_forward
-from titanmem.ops.memory.plan import Plan, make_plan
+from titanmem.ops.memory.plan import Plan, make_plan, on_borders
 
 
 def flatten_heads(xs: list[Tensor]) -> list[Tensor]:
@@ -90,10 +90,17 @@ def memory_scan(
     residual: bool,
     clip: float,
     keep: bool,
+    form: str,
 ) -> list[Tensor]:
+    if runs_kernels(form, starts, chunk_len):
+        from titanmem.ops.memory.kernels import launch
+
+        call = launch.Call(q, k, v, gates, state, fresh, gain, lengths, starts, chunk_len, residual, clip)
+        return launch.forward(call, leaves_pending(q.shape[1], chunk_len, offset, lengths, starts))
     scan, carry = open_scan(
         q, k, v, gates, state, pending, offset, fresh, gain, lengths, starts, count, chunk_len, residual, clip
     )
+    keep = keep and form == "chunked"
     y, after, kept = scan_forward(scan, carry, keep)
     given = {x.data_ptr() for x in [*state, *pending, *([] if offset is None else [offset])]}
     out = close_scan(scan, y, after, carry.old, q.dtype) + kept
@@ -118,6 +125,7 @@ def _(
     residual: bool,
     clip: float,
     keep: bool,
+    form: str,
 ) -> list[Tensor]:
     batch, tokens, heads, _width = q.shape
     out = [torch.empty_like(q, memory_format=torch.contiguous_format)]
@@ -128,10 +136,15 @@ def _(
         out += [w.new_empty(batch, heads, chunk_len, w.shape[3]) for w in state[:depth]]
         out += [w.new_empty(batch, heads, 2, chunk_len + 2) for w in state[:depth]]
         out.append(q.new_empty(batch, dtype=torch.int64))
-    if keep:
+    if keep and form == "chunked":
         groups = -(-count // group_len(count))
         out += [x.new_empty(groups - 1, batch * heads, x.shape[2], x.shape[3]) for x in state]
     return out
+
+
+def runs_kernels(form: str, starts: Tensor | None, chunk_len: int) -> bool:
+    """Whether a call that was planned for the kernels can have them: documents must begin on chunk borders."""
+    return form == "triton" and (starts is None or on_borders(starts, chunk_len))
 
 
 def leaves_pending(
@@ -166,12 +179,20 @@ def memory_scan_backward(
     chunk_len: int,
     residual: bool,
     clip: float,
+    form: str,
 ) -> list[Tensor]:
     """Gradients of q, k, v, gates, state, pending, fresh, gain, in this order."""
+    if runs_kernels(form, starts, chunk_len):
+        from titanmem.ops.memory.kernels import launch
+
+        call = launch.Call(q, k, v, gates, state, fresh, gain, lengths, starts, chunk_len, residual, clip)
+        return launch.backward(call, grad_y, grad_state, grad_pending)
     with torch.autocast(q.device.type, enabled=False):
         scan, carry = open_scan(
             q, k, v, gates, state, pending, offset, fresh, gain, lengths, starts, count, chunk_len, residual, clip
         )
+        if form == "triton":  # planned for the kernels, which keep nothing
+            _, _, kept = scan_forward(scan, carry, keep=True)
         left = Pending(*split3(flatten_heads(grad_pending))) if grad_pending else None
         into = [x.clone() for x in flatten_heads(grad_state)]  # accumulated in place
         rows = scan.plan.to_slots(grad_y.to(state[0].dtype))
@@ -229,16 +250,17 @@ def _(
     chunk_len: int,
     residual: bool,
     clip: float,
+    form: str,
 ) -> list[Tensor]:
     like = [q, k, v, *gates, *state, *pending, *fresh, *([] if gain is None else [gain])]
     return [x.new_empty(x.shape) for x in like]
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    *tensors, count, chunk_len, residual, clip, keep = inputs
+    *tensors, count, chunk_len, residual, clip, keep, form = inputs
     q, k, v, gates, state, pending, offset, fresh, gain, lengths, starts = tensors
     assert keep, "memory_scan: gradients need keep=True"
-    ctx.static = (count, chunk_len, residual, clip)
+    ctx.static = (count, chunk_len, residual, clip, form)
     extra = 3 * (len(state) // 2) + 1 if leaves_pending(q.shape[1], chunk_len, offset, lengths, starts) else 0
     kept = output[1 + len(state) + extra :]
     ctx.sizes = (len(gates), len(state), len(pending), len(fresh), len(kept), extra)
@@ -270,7 +292,7 @@ def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     rest = iter(out)
     grad_gates, grad_start, grad_old, grad_fresh = (list(islice(rest, n)) for n in sizes[:4])
     grad_gain = next(rest, None)
-    tail = (None,) * 7
+    tail = (None,) * 8
     return grad_q, grad_k, grad_v, grad_gates, grad_start, grad_old, None, grad_fresh, grad_gain, *tail
 
 

@@ -1,0 +1,109 @@
+"""Gates → the coefficients of every chunk at once, and back (docs/math.md, equations 10–13 and 26–28).
+
+Both kernels walk the chunk's tokens one by one with whole rows of the small matrices in registers: products of gates
+are taken directly, so gates of exactly 0 and 1 are exact. A program holds several (head, matrix) pairs, which lie side
+by side in memory.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def gate_rows(
+    momentum, forget, lengths, blend, carry_to, shares,
+    tokens, heads, count,
+    DEPTH: tl.constexpr, CHUNK: tl.constexpr, PAIRS: tl.constexpr, RAGGED: tl.constexpr, KEEP: tl.constexpr,
+):  # fmt: skip
+    """blend [N, count, L, C, C] = A V N; shares [N, count, L, 5, C] = β, f, m and the last rows of N and of blend; with
+    KEEP also carry_to = N. momentum and forget are [B, T, H, L]."""
+    chunk, batch = tl.program_id(0), tl.program_id(1)
+    pair = tl.program_id(2) * PAIRS + tl.arange(0, PAIRS)
+    inside = pair < heads * DEPTH
+    length = tl.load(lengths + batch) if RAGGED else tokens
+    column = tl.arange(0, CHUNK)[None, :]
+    place = ((batch * heads + pair // DEPTH).to(tl.int64) * count + chunk) * DEPTH + pair % DEPTH
+    squares = (place * CHUNK * CHUNK)[:, None] + column
+    vectors = place * 5 * CHUNK
+
+    carried = tl.zeros([PAIRS, CHUNK], tl.float32)
+    written = tl.zeros([PAIRS, CHUNK], tl.float32)
+    share = tl.full([PAIRS], 1.0, tl.float32)
+    drift = tl.zeros([PAIRS], tl.float32)
+    carry = tl.full([PAIRS], 1.0, tl.float32)
+    for t in range(CHUNK):
+        at = chunk * CHUNK + t
+        real = inside & (at < length)
+        gate = (batch * tokens + at).to(tl.int64) * heads * DEPTH + pair
+        eta = tl.load(momentum + gate, mask=real, other=1.0).to(tl.float32)
+        keep = 1.0 - tl.load(forget + gate, mask=real, other=0.0).to(tl.float32)
+        carried = eta[:, None] * carried + tl.where(column == t, 1.0, 0.0)
+        carry = eta * carry
+        share = keep * share
+        drift = keep * drift + tl.where(real, carry, 0.0)
+        written = keep[:, None] * written + tl.where(real[:, None], carried, 0.0)
+        tl.store(blend + squares + t * CHUNK, written.to(blend.dtype.element_ty), mask=inside[:, None])
+        if KEEP:
+            tl.store(carry_to + squares + t * CHUNK, carried.to(carry_to.dtype.element_ty), mask=inside[:, None])
+        tl.store(shares + vectors + t, share, mask=inside)
+        tl.store(shares + vectors + CHUNK + t, drift, mask=inside)
+        tl.store(shares + vectors + 2 * CHUNK + t, carry, mask=inside)
+    tl.store(shares + (vectors + 3 * CHUNK)[:, None] + column, carried, mask=inside[:, None])
+    tl.store(shares + (vectors + 4 * CHUNK)[:, None] + column, written, mask=inside[:, None])
+
+
+@triton.jit
+def gate_rows_backward(
+    momentum, forget, lengths, blend, carry_to, shares, step, grad_blend, grad_shares, grad_momentum, grad_forget,
+    tokens, heads, count,
+    DEPTH: tl.constexpr, CHUNK: tl.constexpr, PAIRS: tl.constexpr, RAGGED: tl.constexpr,
+):  # fmt: skip
+    """From the gradients of G = blend · diag(step) [N, count, L, C, C] and of shares [N, count, L, 5, C] (β, f, the
+    last m in slot 0 of the third row, the last rows of N · diag(step) and of G) to those of momentum and forget.
+
+    step [N, count, L, C] is clipped."""
+    chunk, batch = tl.program_id(0), tl.program_id(1)
+    pair = tl.program_id(2) * PAIRS + tl.arange(0, PAIRS)
+    inside = pair < heads * DEPTH
+    length = tl.load(lengths + batch) if RAGGED else tokens
+    column = tl.arange(0, CHUNK)[None, :]
+    place = ((batch * heads + pair // DEPTH).to(tl.int64) * count + chunk) * DEPTH + pair % DEPTH
+    squares = (place * CHUNK * CHUNK)[:, None] + column
+    vectors = place * 5 * CHUNK
+    steps = tl.load(step + (place * CHUNK)[:, None] + column, mask=inside[:, None], other=0.0)
+
+    total_written = tl.load(grad_shares + (vectors + 4 * CHUNK)[:, None] + column, mask=inside[:, None], other=0.0)  # λ
+    total_carried = tl.load(grad_shares + (vectors + 3 * CHUNK)[:, None] + column, mask=inside[:, None], other=0.0)
+    total_share = tl.zeros([PAIRS], tl.float32)  # x
+    total_drift = tl.zeros([PAIRS], tl.float32)  # z
+    total_carry = tl.load(grad_shares + vectors + 2 * CHUNK, mask=inside, other=0.0)  # w
+    for back in range(CHUNK):
+        t = CHUNK - 1 - back
+        at = chunk * CHUNK + t
+        real = inside & (at < length)
+        gate = (batch * tokens + at).to(tl.int64) * heads * DEPTH + pair
+        eta = tl.load(momentum + gate, mask=real, other=1.0).to(tl.float32)
+        keep = 1.0 - tl.load(forget + gate, mask=real, other=0.0).to(tl.float32)
+        total_written += tl.load(grad_blend + squares + t * CHUNK, mask=inside[:, None] & (column <= t), other=0.0)
+        total_share += tl.load(grad_shares + vectors + t, mask=inside, other=0.0)
+        total_drift += tl.load(grad_shares + vectors + CHUNK + t, mask=inside, other=0.0)
+        total_carried += tl.where(real[:, None], total_written, 0.0)
+        total_carry += tl.where(real, total_drift, 0.0)
+        before = inside & (t > 0)
+        above = inside[:, None] & (column < t)
+        written = steps * tl.load(blend + squares + (t - 1) * CHUNK, mask=above, other=0.0).to(tl.float32)
+        carried = steps * tl.load(carry_to + squares + (t - 1) * CHUNK, mask=above, other=0.0).to(tl.float32)
+        share = tl.load(shares + vectors + t - 1, mask=before, other=1.0)
+        drift = tl.load(shares + vectors + CHUNK + t - 1, mask=before, other=0.0)
+        carry = tl.load(shares + vectors + 2 * CHUNK + t - 1, mask=before, other=1.0)
+        to_keep = tl.sum(total_written * written, 1) + total_share * share + total_drift * drift
+        to_momentum = tl.sum(total_carried * carried, 1) + total_carry * carry
+        tl.store(grad_forget + gate, (-to_keep).to(grad_forget.dtype.element_ty), mask=real)
+        tl.store(grad_momentum + gate, to_momentum.to(grad_momentum.dtype.element_ty), mask=real)
+        total_written *= keep[:, None]
+        total_share *= keep
+        total_drift *= keep
+        total_carried *= eta[:, None]
+        total_carry *= eta

@@ -1,0 +1,493 @@
+"""The key side: chunk after chunk, one program per sequence and head (docs/math.md, equations 6–9, 14, 15, 19–25).
+
+The running weight and surprise stay in float32 in the output buffers (that is, in the L2 cache); what a chunk's
+queries and the backward pass need is written beside them: the state at the chunk's start, and each token's X_l and D_l.
+The hidden units go through the program in slices, the tokens of a long chunk in tiles.
+
+Buffers (N rows = batch · heads, L matrices, C slots a chunk, Tp = count · C; widths padded to whole slices):
+
+    k, v, q        [B, T, H, D]        step             [B, T, H, L]
+    x2, d1, d2     [N, Tp, ·]          norms            [N, count, L, 2, C]   ‖x‖², ‖d‖²
+    at_w*, at_s*   [N, count, I, O]    steps            [N, count, L, C]      clipped
+    w*, s*         [N, I, O]           shares           [N, count, L, 5, C]   see `gate_rows`
+
+With one matrix there is no hidden layer: d1 is the last error, the second matrix of everything is not touched.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from titanmem.ops.memory.kernels.network import add_dot, dot, gelu_and_slope, gelu_slope_curve, key_error, norm_pullback
+
+
+@triton.jit
+def write_chunks(
+    k, v, step, gain, shares, lengths, resets, fresh_w1, fresh_s1, fresh_w2, fresh_s2,
+    w1, s1, w2, s2, at_w1, at_s1, at_w2, at_s2, x2, d1, d2, norms, steps, slopes, bends, units, misses, inv_stds,
+    tokens, heads, count, clip,
+    WIDTH: tl.constexpr, D: tl.constexpr, HIDDEN: tl.constexpr, DEPTH: tl.constexpr, CHUNK: tl.constexpr,
+    TILE: tl.constexpr, SLICE: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr, CLIP: tl.constexpr,
+    EVEN: tl.constexpr, RAGGED: tl.constexpr, RESETS: tl.constexpr, KEEP: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """Write all tokens. w*, s* hold the state before and after. KEEP also stores φ'(Z₁), φ''(Z₁) ∘ E₁,
+    ẑ, u and 1/s."""
+    row = tl.program_id(0).to(tl.int64)
+    batch, head = row // heads, row % heads
+    length = tl.load(lengths + batch) if RAGGED else tokens
+    wide, part, tile = tl.arange(0, D), tl.arange(0, SLICE), tl.arange(0, TILE)
+    inside = (wide < WIDTH)[None, :]
+    operand: tl.constexpr = d1.dtype.element_ty
+    matrix: tl.constexpr = D * HIDDEN
+    scale = tl.full([1, D], 1.0, tl.float32)
+    if NORM:
+        scale = tl.load(gain + head * D + wide).to(tl.float32)[None, :]
+    w1 += row * matrix
+    s1 += row * matrix
+    w2 += row * matrix
+    s2 += row * matrix
+    down = wide[:, None] * HIDDEN + part[None, :]
+    up = part[:, None] * D + wide[None, :]
+    thin = tile[:, None] * D + wide[None, :]
+    fat = tile[:, None] * HIDDEN + part[None, :]
+
+    for chunk in range(count):
+        place = row * count + chunk
+        begin = chunk * CHUNK
+        if RESETS:
+            if tl.load(resets + batch * count + chunk) != 0:
+                _copy(w1, fresh_w1 + head * matrix, down, HIDDEN, SLICE, SLICE)
+                _copy(s1, fresh_s1 + head * matrix, down, HIDDEN, SLICE, SLICE)
+                if DEPTH == 2:
+                    _copy(w2, fresh_w2 + head * matrix, up, HIDDEN, SLICE, SLICE * D)
+                    _copy(s2, fresh_s2 + head * matrix, up, HIDDEN, SLICE, SLICE * D)
+                tl.debug_barrier()
+
+        for t in range(0, CHUNK, TILE):
+            here = (batch * tokens + begin + t) * heads + head
+            real = begin + t + tile < length
+            rows = tile[:, None] * (heads * D) + wide[None, :]
+            keys = load_rows(k + here * D, rows, real[:, None], EVEN)
+            values = load_rows(v + here * D, rows, real[:, None], EVEN).to(tl.float32)
+            slot = place * CHUNK + t
+            x2_norm = tl.zeros([TILE], tl.float32)
+            z = tl.zeros([TILE, D], tl.float32)
+            for f in range(0, HIDDEN, SLICE):
+                before = dot(keys, tl.load(w1 + f + down).to(operand), EXACT)
+                if DEPTH == 2:
+                    if KEEP:
+                        active, slope, curve = gelu_slope_curve(before, EXACT)
+                        tl.store(slopes + slot * HIDDEN + f + fat, slope.to(operand))
+                        tl.store(bends + slot * HIDDEN + f + fat, curve.to(operand))
+                    else:
+                        active, slope = gelu_and_slope(before, EXACT)
+                        tl.store(d1 + slot * HIDDEN + f + fat, slope.to(operand))
+                    x2_norm += tl.sum(active * active, 1)
+                    active = active.to(operand)
+                    tl.store(x2 + slot * HIDDEN + f + fat, active)
+                    z += dot(active, tl.load(w2 + f * D + up).to(operand), EXACT)
+                else:
+                    z = before
+            keys_f = keys.to(tl.float32)
+            error, miss, unit, inv_std = key_error(z, keys_f, values, scale, inside, WIDTH, NORM, RESIDUAL)
+            if KEEP and NORM:
+                tl.store(units + slot * D + thin, unit.to(operand))
+                tl.store(misses + slot * D + thin, miss.to(operand))
+                tl.store(inv_stds + slot + tile, inv_std)
+            last_norm = tl.sum(error * error, 1)
+            d1_norm = last_norm
+            last = error.to(operand)
+            if DEPTH == 2:
+                tl.debug_barrier()
+                d1_norm = tl.zeros([TILE], tl.float32)
+                tl.store(d2 + slot * D + thin, last)
+                for f in range(0, HIDDEN, SLICE):
+                    back = dot(last, tl.trans(tl.load(w2 + f * D + up).to(operand)), EXACT)
+                    hidden = slot * HIDDEN + f
+                    if KEEP:
+                        tl.store(bends + hidden + fat, (back * tl.load(bends + hidden + fat)).to(operand))
+                    back *= tl.load((slopes if KEEP else d1) + hidden + fat).to(tl.float32)
+                    d1_norm += tl.sum(back * back, 1)
+                    tl.store(d1 + slot * HIDDEN + f + fat, back.to(operand))
+            else:
+                tl.store(d1 + slot * D + thin, last)
+            given = step + here * DEPTH + tile * (heads * DEPTH)
+            spot = t + tile
+            key_norm = tl.sum(keys_f * keys_f, 1)
+            clip_step(given, real, key_norm, d1_norm, norms, steps, place * DEPTH, spot, clip, CHUNK, CLIP)
+            if DEPTH == 2:
+                clip_step(given + 1, real, x2_norm, last_norm, norms, steps, place * 2 + 1, spot, clip, CHUNK, CLIP)
+        tl.debug_barrier()
+
+        folds = begin + CHUNK <= length
+        for f in range(0, HIDDEN, SLICE):
+            weight, surprise = tl.load(w1 + f + down), tl.load(s1 + f + down)
+            tl.store(at_w1 + place * matrix + f + down, weight.to(operand))
+            tl.store(at_s1 + place * matrix + f + down, surprise.to(operand))
+            if folds:
+                share, drift, carry = end_shares(shares, place * DEPTH, CHUNK)
+                weight = share * weight + drift * surprise
+                surprise *= carry
+                for t in range(0, CHUNK, TILE):
+                    here = (batch * tokens + begin + t) * heads + head
+                    keys = tl.load(k + here * D + wide[:, None] + tile[None, :] * (heads * D))
+                    errors = tl.load(d1 + (place * CHUNK + t) * HIDDEN + f + fat).to(tl.float32)
+                    written, carried = last_rows(shares, steps, place * DEPTH, t + tile, CHUNK)
+                    weight -= dot(keys, (errors * written[:, None]).to(operand), EXACT)
+                    surprise -= dot(keys, (errors * carried[:, None]).to(operand), EXACT)
+                tl.store(w1 + f + down, weight)
+                tl.store(s1 + f + down, surprise)
+            if DEPTH == 2:
+                weight, surprise = tl.load(w2 + f * D + up), tl.load(s2 + f * D + up)
+                tl.store(at_w2 + place * matrix + f * D + up, weight.to(operand))
+                tl.store(at_s2 + place * matrix + f * D + up, surprise.to(operand))
+                if folds:
+                    share, drift, carry = end_shares(shares, place * 2 + 1, CHUNK)
+                    weight = share * weight + drift * surprise
+                    surprise *= carry
+                    for t in range(0, CHUNK, TILE):
+                        slot = place * CHUNK + t
+                        inputs = tl.load(x2 + slot * HIDDEN + f + part[:, None] + tile[None, :] * HIDDEN)
+                        errors = tl.load(d2 + slot * D + thin).to(tl.float32)
+                        written, carried = last_rows(shares, steps, place * 2 + 1, t + tile, CHUNK)
+                        weight -= dot(inputs, (errors * written[:, None]).to(operand), EXACT)
+                        surprise -= dot(inputs, (errors * carried[:, None]).to(operand), EXACT)
+                    tl.store(w2 + f * D + up, weight)
+                    tl.store(s2 + f * D + up, surprise)
+        tl.debug_barrier()
+
+
+@triton.jit
+def load_rows(source, offsets, real, EVEN: tl.constexpr):
+    """A tile of tokens; those that are not real read as 0. EVEN: all are real."""
+    if EVEN:
+        return tl.load(source + offsets)
+    else:
+        return tl.load(source + offsets, mask=real, other=0.0)
+
+
+@triton.jit
+def _copy(into, source, tile, HIDDEN: tl.constexpr, SLICE: tl.constexpr, STRIDE: tl.constexpr):
+    for f in range(HIDDEN // SLICE):
+        tl.store(into + f * STRIDE + tile, tl.load(source + f * STRIDE + tile))
+
+
+@triton.jit
+def clip_step(step, real, x_norm, d_norm, norms, steps, place, spot, clip, CHUNK: tl.constexpr, CLIP: tl.constexpr):
+    """Store ‖x‖², ‖d‖² and the step scaled so that ‖x‖ ‖d‖ stays within `clip`."""
+    value = tl.load(step, mask=real, other=0.0).to(tl.float32)
+    if CLIP:
+        value *= clip * tl.rsqrt(tl.maximum(x_norm * d_norm, clip * clip))
+    tl.store(norms + place * 2 * CHUNK + spot, x_norm)
+    tl.store(norms + place * 2 * CHUNK + CHUNK + spot, d_norm)
+    tl.store(steps + place * CHUNK + spot, value)
+
+
+@triton.jit
+def last_rows(shares, steps, place, spot, CHUNK: tl.constexpr):
+    """What the chunk's writes weigh in the weight and in the surprise after it."""
+    step = tl.load(steps + place * CHUNK + spot)
+    carried = tl.load(shares + (place * 5 + 3) * CHUNK + spot)
+    written = tl.load(shares + (place * 5 + 4) * CHUNK + spot)
+    return written * step, carried * step
+
+
+@triton.jit
+def end_shares(shares, place, CHUNK: tl.constexpr):
+    """β, f and m of the chunk's last token."""
+    last = shares + (place * 5 + 1) * CHUNK - 1
+    return tl.load(last), tl.load(last + CHUNK), tl.load(last + 2 * CHUNK)
+
+
+@triton.jit
+def write_chunks_backward(
+    q, k, gain, shares, steps, norms, lengths, resets, at_w1, at_s1, at_w2, at_s2, x2, d1, d2,
+    slopes, bends, units, misses, inv_stds, q2, grad_1, grad_2, grad_x1, grad_x2, grad_d1, grad_d2,
+    grad_steps, grad_shares,
+    grad_w1, grad_s1, grad_w2, grad_s2, fresh_w1, fresh_s1, fresh_w2, fresh_s2,
+    grad_k, grad_v, grad_gain, part_e, part_z1, part_z2,
+    tokens, heads, count, clip,
+    WIDTH: tl.constexpr, D: tl.constexpr, HIDDEN: tl.constexpr, DEPTH: tl.constexpr, CHUNK: tl.constexpr,
+    TILE: tl.constexpr, SLICE: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr, CLIP: tl.constexpr,
+    EVEN: tl.constexpr, RAGGED: tl.constexpr, RESETS: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """The chunks from last to first.
+
+    In: what the reads handed back (grad_x*, grad_d*, grad_steps, grad_shares; dY_l in grad_1, grad_2) and the gradients
+    of the state after the call in grad_w*, grad_s*. Out: grad_k, grad_v, grad_steps of the unclipped steps, grad_shares
+    complete, grad_gain [N, D], the gradients of the state before the call in grad_w*, grad_s* and of the fresh state in
+    fresh_* [N, I, O]. part_* [N, C, ·] are scratch."""
+    row = tl.program_id(0).to(tl.int64)
+    batch, head = row // heads, row % heads
+    length = tl.load(lengths + batch) if RAGGED else tokens
+    wide, part, tile = tl.arange(0, D), tl.arange(0, SLICE), tl.arange(0, TILE)
+    inside = (wide < WIDTH)[None, :]
+    operand: tl.constexpr = d1.dtype.element_ty
+    matrix: tl.constexpr = D * HIDDEN
+    scale = tl.full([1, D], 1.0, tl.float32)
+    if NORM:
+        scale = tl.load(gain + head * D + wide).to(tl.float32)[None, :]
+    grad_w1 += row * matrix
+    grad_s1 += row * matrix
+    grad_w2 += row * matrix
+    grad_s2 += row * matrix
+    part_e += row * (CHUNK * HIDDEN)
+    part_z1 += row * (CHUNK * HIDDEN)
+    part_z2 += row * (CHUNK * D)
+    down = wide[:, None] * HIDDEN + part[None, :]
+    up = part[:, None] * D + wide[None, :]
+    thin = tile[:, None] * D + wide[None, :]
+    fat = tile[:, None] * HIDDEN + part[None, :]
+    to_gain = tl.zeros([D], tl.float32)
+
+    for back in range(count):
+        chunk = count - 1 - back
+        begin = chunk * CHUNK
+        place = row * count + chunk
+        state = place * matrix
+        folds = begin + CHUNK <= length
+
+        for t in range(0, CHUNK, TILE):
+            spot = t + tile
+            slot = place * CHUNK + t
+            here = ((batch * tokens + begin + t) * heads + head) * D
+            rows = tile[:, None] * (heads * D) + wide[None, :]
+            real = (begin + spot < length)[:, None]
+            keys = load_rows(k + here, rows, real, EVEN)
+            last = tl.load((d2 if DEPTH == 2 else d1) + slot * D + thin)
+            grad_last = (grad_d2 if DEPTH == 2 else grad_d1) + slot * D + thin
+            rows1 = grad_shares + (place * DEPTH * 5 + 3) * CHUNK + spot
+            rows2 = grad_shares + (place * DEPTH * 5 + 8) * CHUNK + spot
+
+            if folds:  # through the weight and surprise after the chunk
+                to_written = tl.zeros([TILE], tl.float32)
+                to_carried = tl.zeros([TILE], tl.float32)
+                to_keys = tl.zeros([TILE, D], tl.float32)
+                written, carried = last_rows(shares, steps, place * DEPTH, spot, CHUNK)
+                for f in range(0, HIDDEN, SLICE):
+                    errors = tl.load(d1 + slot * HIDDEN + f + fat).to(tl.float32)
+                    weight = tl.load(grad_w1 + f + down).to(operand)
+                    along = dot(keys, weight, EXACT)
+                    to_written -= tl.sum(along * errors, 1)
+                    fold = written[:, None] * along
+                    to_keys = add_dot(to_keys, (errors * written[:, None]).to(operand), tl.trans(weight), EXACT)
+                    weight = tl.load(grad_s1 + f + down).to(operand)
+                    along = dot(keys, weight, EXACT)
+                    to_carried -= tl.sum(along * errors, 1)
+                    fold += carried[:, None] * along
+                    to_keys = add_dot(to_keys, (errors * carried[:, None]).to(operand), tl.trans(weight), EXACT)
+                    into = grad_d1 + slot * HIDDEN + f + fat
+                    tl.store(into, tl.load(into) - fold)
+                tl.store(rows1, to_carried)
+                tl.store(rows1 + CHUNK, to_written)
+                into = grad_x1 + slot * D + thin
+                tl.store(into, tl.load(into) - to_keys)
+                if DEPTH == 2:
+                    written, carried = last_rows(shares, steps, place * 2 + 1, spot, CHUNK)
+                    last_f = last.to(tl.float32)
+                    along_w = tl.zeros([TILE, D], tl.float32)
+                    along_s = tl.zeros([TILE, D], tl.float32)
+                    for f in range(0, HIDDEN, SLICE):
+                        inputs = tl.load(x2 + slot * HIDDEN + f + fat)
+                        weight = tl.load(grad_w2 + f * D + up).to(operand)
+                        along_w = add_dot(along_w, inputs, weight, EXACT)
+                        fold = dot((last_f * written[:, None]).to(operand), tl.trans(weight), EXACT)
+                        weight = tl.load(grad_s2 + f * D + up).to(operand)
+                        along_s = add_dot(along_s, inputs, weight, EXACT)
+                        fold = add_dot(fold, (last_f * carried[:, None]).to(operand), tl.trans(weight), EXACT)
+                        into = grad_x2 + slot * HIDDEN + f + fat
+                        tl.store(into, tl.load(into) - fold)
+                    tl.store(rows2, -tl.sum(along_s * last_f, 1))
+                    tl.store(rows2 + CHUNK, -tl.sum(along_w * last_f, 1))
+                    fold = written[:, None] * along_w + carried[:, None] * along_s
+                    tl.store(grad_last, tl.load(grad_last) - fold)
+                tl.debug_barrier()
+
+            # through the clipped steps and the inner gradient
+            pull_x1, pull_d1 = clip_step_backward(
+                grad_steps, steps, shares, norms, rows1, place * DEPTH, spot, clip, CHUNK, CLIP
+            )
+            pull_x2, pull_last = pull_x1, pull_d1
+            if DEPTH == 2:
+                pull_x2, pull_last = clip_step_backward(
+                    grad_steps, steps, shares, norms, rows2, place * 2 + 1, spot, clip, CHUNK, CLIP
+                )
+            to_last = tl.load(grad_last) - pull_last[:, None] * last.to(tl.float32)
+            if DEPTH == 2:
+                for f in range(0, HIDDEN, SLICE):
+                    hidden = slot * HIDDEN + f
+                    errors = tl.load(d1 + hidden + fat).to(tl.float32)
+                    to_errors = tl.load(grad_d1 + hidden + fat) - pull_d1[:, None] * errors
+                    tl.store(grad_d1 + hidden + fat, to_errors * tl.load(bends + hidden + fat).to(tl.float32))
+                    to_back = (to_errors * tl.load(slopes + hidden + fat).to(tl.float32)).to(operand)
+                    tl.store(part_e + t * HIDDEN + f + fat, to_back)
+                    to_last = add_dot(to_last, to_back, tl.load(at_w2 + state + f * D + up), EXACT)
+            to_miss = 2.0 * to_last
+            to_z = to_miss
+            if NORM:
+                unit = tl.load(units + slot * D + thin).to(tl.float32)
+                miss = tl.load(misses + slot * D + thin).to(tl.float32)
+                inv_std = tl.load(inv_stds + slot + tile)
+                through_std = tl.sum(to_last * last.to(tl.float32), 1) / WIDTH * inv_std
+                to_scaled = norm_pullback(unit, inv_std, to_last, inside, WIDTH)
+                to_miss = 2.0 * scale * to_scaled
+                to_gain += tl.sum(tl.where(real, 2.0 * miss * to_scaled + to_miss * unit, 0.0), 0)
+                scaled = 2.0 * scale * miss
+                mean_scaled = tl.sum(scaled * unit, 1) / WIDTH * inv_std
+                mean_grad = tl.sum(to_last * unit, 1) / WIDTH * inv_std
+                to_z = scale * to_miss - to_last * mean_scaled[:, None] - scaled * mean_grad[:, None]
+                to_z = norm_pullback(unit, inv_std, to_z, inside, WIDTH) - unit * through_std[:, None]
+            store_rows(grad_v + here, rows, -to_miss, real, EVEN)
+            if RESIDUAL:
+                into = grad_x1 + slot * D + thin
+                tl.store(into, tl.load(into) + to_miss)
+            errors_z = (part_z2 if DEPTH == 2 else part_z1) + t * D + thin
+            tl.store(errors_z, to_z.to(operand))
+            tl.debug_barrier()
+            to_z = tl.load(errors_z)
+            to_keys = tl.load(grad_x1 + slot * D + thin) - pull_x1[:, None] * keys.to(tl.float32)
+            if DEPTH == 2:
+                for f in range(0, HIDDEN, SLICE):
+                    hidden = slot * HIDDEN + f
+                    inputs = tl.load(x2 + hidden + fat).to(tl.float32)
+                    to_inputs = tl.load(grad_x2 + hidden + fat) - pull_x2[:, None] * inputs
+                    to_inputs = add_dot(to_inputs, to_z, tl.trans(tl.load(at_w2 + state + f * D + up)), EXACT)
+                    to_before = to_inputs * tl.load(slopes + hidden + fat).to(tl.float32)
+                    to_before = (to_before + tl.load(grad_d1 + hidden + fat)).to(operand)
+                    tl.store(part_z1 + t * HIDDEN + f + fat, to_before)
+                tl.debug_barrier()
+            for f in range(0, HIDDEN, SLICE):
+                to_before = tl.load(part_z1 + t * HIDDEN + f + fat)
+                to_keys = add_dot(to_keys, to_before, tl.trans(tl.load(at_w1 + state + f + down)), EXACT)
+            store_rows(grad_k + here, rows, to_keys, real, EVEN)
+        tl.debug_barrier()
+
+        # the state before the chunk
+        reset = tl.load(resets + batch * count + chunk).to(tl.int32) if RESETS else 0
+        share, drift, carry = end_shares(shares, place * DEPTH, CHUNK)
+        if not folds:
+            share, drift, carry = 1.0, 0.0, 1.0
+        to_share = 0.0
+        to_drift = 0.0
+        to_carry = 0.0
+        for f in range(0, HIDDEN, SLICE):
+            grad_w, grad_s = tl.load(grad_w1 + f + down), tl.load(grad_s1 + f + down)
+            surprise = tl.load(at_s1 + state + f + down).to(tl.float32)
+            to_share += tl.sum(tl.load(at_w1 + state + f + down).to(tl.float32) * grad_w)
+            to_drift += tl.sum(surprise * grad_w)
+            to_carry += tl.sum(surprise * grad_s)
+            grad_s = carry * grad_s + drift * grad_w
+            grad_w *= share
+            for t in range(0, CHUNK, TILE):
+                spot = t + tile
+                here = ((batch * tokens + begin + t) * heads + head) * D
+                across = wide[:, None] + tile[None, :] * (heads * D)
+                real = (begin + spot < length)[None, :]
+                keys = load_rows(k + here, across, real, EVEN)
+                query = load_rows(q + here, across, real, EVEN).to(tl.float32)
+                upstream = tl.load(grad_1 + (place * CHUNK + t) * HIDDEN + f + fat)
+                by_weight = query * tl.load(shares + place * DEPTH * 5 * CHUNK + spot)[None, :]
+                grad_w = add_dot(grad_w, by_weight.to(operand), upstream, EXACT)
+                by_surprise = query * tl.load(shares + (place * DEPTH * 5 + 1) * CHUNK + spot)[None, :]
+                grad_s = add_dot(grad_s, by_surprise.to(operand), upstream, EXACT)
+                grad_w = add_dot(grad_w, keys, tl.load(part_z1 + t * HIDDEN + f + fat), EXACT)
+            if RESETS:
+                hand_over(fresh_w1 + row * matrix + f + down, grad_w, reset)
+                hand_over(fresh_s1 + row * matrix + f + down, grad_s, reset)
+                grad_w = tl.where(reset != 0, 0.0, grad_w)
+                grad_s = tl.where(reset != 0, 0.0, grad_s)
+            tl.store(grad_w1 + f + down, grad_w)
+            tl.store(grad_s1 + f + down, grad_s)
+        if folds:
+            add_end_shares(grad_shares, place * DEPTH, to_share, to_drift, to_carry, CHUNK)
+
+        if DEPTH == 2:
+            share, drift, carry = end_shares(shares, place * 2 + 1, CHUNK)
+            if not folds:
+                share, drift, carry = 1.0, 0.0, 1.0
+            to_share = 0.0
+            to_drift = 0.0
+            to_carry = 0.0
+            for f in range(0, HIDDEN, SLICE):
+                grad_w, grad_s = tl.load(grad_w2 + f * D + up), tl.load(grad_s2 + f * D + up)
+                surprise = tl.load(at_s2 + state + f * D + up).to(tl.float32)
+                to_share += tl.sum(tl.load(at_w2 + state + f * D + up).to(tl.float32) * grad_w)
+                to_drift += tl.sum(surprise * grad_w)
+                to_carry += tl.sum(surprise * grad_s)
+                grad_s = carry * grad_s + drift * grad_w
+                grad_w *= share
+                for t in range(0, CHUNK, TILE):
+                    spot = t + tile
+                    slot = place * CHUNK + t
+                    over = part[:, None] + tile[None, :] * HIDDEN
+                    query = tl.load(q2 + slot * HIDDEN + f + over).to(tl.float32)
+                    upstream = tl.load(grad_2 + slot * D + thin)
+                    by_weight = query * tl.load(shares + (place * 2 + 1) * 5 * CHUNK + spot)[None, :]
+                    grad_w = add_dot(grad_w, by_weight.to(operand), upstream, EXACT)
+                    by_surprise = query * tl.load(shares + ((place * 2 + 1) * 5 + 1) * CHUNK + spot)[None, :]
+                    grad_s = add_dot(grad_s, by_surprise.to(operand), upstream, EXACT)
+                    inputs = tl.load(x2 + slot * HIDDEN + f + over)
+                    grad_w = add_dot(grad_w, inputs, tl.load(part_z2 + t * D + thin), EXACT)
+                    to_back = tl.load(part_e + t * HIDDEN + f + over)
+                    grad_w = add_dot(grad_w, to_back, tl.load(d2 + slot * D + thin), EXACT)
+                if RESETS:
+                    hand_over(fresh_w2 + row * matrix + f * D + up, grad_w, reset)
+                    hand_over(fresh_s2 + row * matrix + f * D + up, grad_s, reset)
+                    grad_w = tl.where(reset != 0, 0.0, grad_w)
+                    grad_s = tl.where(reset != 0, 0.0, grad_s)
+                tl.store(grad_w2 + f * D + up, grad_w)
+                tl.store(grad_s2 + f * D + up, grad_s)
+            if folds:
+                add_end_shares(grad_shares, place * 2 + 1, to_share, to_drift, to_carry, CHUNK)
+        tl.debug_barrier()
+    if NORM:
+        tl.store(grad_gain + row * D + wide, to_gain)
+
+
+@triton.jit
+def store_rows(into, offsets, value, real, EVEN: tl.constexpr):
+    """Store a tile of tokens, those that are real."""
+    value = value.to(into.dtype.element_ty)
+    if EVEN:
+        tl.store(into + offsets, value)
+    else:
+        tl.store(into + offsets, value, mask=real)
+
+
+@triton.jit
+def clip_step_backward(
+    grad_steps, steps, shares, norms, last_grads, place, spot, clip, CHUNK: tl.constexpr, CLIP: tl.constexpr
+):
+    """Finish the gradient of the unclipped steps; returns how much of x and of d to take from their gradients."""
+    last_carried = tl.load(shares + (place * 5 + 3) * CHUNK + spot)
+    last_written = tl.load(shares + (place * 5 + 4) * CHUNK + spot)
+    grad = tl.load(grad_steps + place * CHUNK + spot)
+    grad += tl.load(last_grads) * last_carried + tl.load(last_grads + CHUNK) * last_written
+    pull_x = tl.zeros_like(grad)
+    pull_d = tl.zeros_like(grad)
+    if CLIP:
+        x_norm = tl.load(norms + place * 2 * CHUNK + spot)
+        d_norm = tl.load(norms + place * 2 * CHUNK + CHUNK + spot)
+        over = x_norm * d_norm > clip * clip
+        pull = tl.where(over, grad * tl.load(steps + place * CHUNK + spot), 0.0)
+        pull_x = pull / tl.maximum(x_norm, 1e-30)
+        pull_d = pull / tl.maximum(d_norm, 1e-30)
+        grad *= clip * tl.rsqrt(tl.maximum(x_norm * d_norm, clip * clip))
+    tl.store(grad_steps + place * CHUNK + spot, grad)
+    return pull_x, pull_d
+
+
+@triton.jit
+def add_end_shares(grad_shares, place, to_share, to_drift, to_carry, CHUNK: tl.constexpr):
+    last = grad_shares + (place * 5 + 1) * CHUNK - 1
+    tl.store(last, tl.load(last) + to_share)
+    tl.store(last + CHUNK, tl.load(last + CHUNK) + to_drift)
+    tl.store(grad_shares + (place * 5 + 2) * CHUNK, to_carry)
+
+
+@triton.jit
+def hand_over(fresh, grad, reset):
+    """Add `grad` to the gradient of the fresh state where a document begins."""
+    if reset != 0:
+        tl.store(fresh, tl.load(fresh) + grad)

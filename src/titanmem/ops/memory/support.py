@@ -1,0 +1,75 @@
+"""What the kernels can run, and how a call is cut so that they can; needs no Triton."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+from collections.abc import Sequence
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from titanmem.state import FastWeights
+
+MOST_CHUNKS = 512  # of one launch without gradients: the states of all of them are written out
+WIDEST = 128  # of a head
+HIDDEN = 1024
+
+
+@cache
+def machine() -> str | None:
+    """Why this machine cannot run the kernels; None if it can."""
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return None
+    if not torch.cuda.is_available():
+        return "there is no GPU"
+    if torch.version.hip is not None or torch.cuda.get_device_capability() < (8, 0):
+        return f"{torch.cuda.get_device_name()} is not an NVIDIA GPU of compute capability 8.0 or later"
+    return None
+
+
+def why_not(q: Tensor, channels: bool, weight: Sequence[Tensor], chunk_len: int) -> str | None:
+    """Why a call has to take the chunked form; None if the kernels can run it."""
+    trouble = machine()
+    if trouble is not None:
+        return trouble
+    if not (q.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"):
+        return f"the tensors are on {q.device}"
+    if len(weight) > 2:
+        return f"the memory has {len(weight)} matrices, the kernels know one and two"
+    if channels:
+        return "the gates are per channel, the kernels know gates per head"
+    if not 16 <= chunk_len <= 256 or chunk_len & (chunk_len - 1):
+        return f"chunk_len={chunk_len} is not 16, 32, 64, 128 or 256"
+    if q.shape[-1] > WIDEST or weight[0].shape[-1] > HIDDEN:
+        return (
+            f"heads are {q.shape[-1]} wide with {weight[0].shape[-1]} hidden units, at most {WIDEST} and {HIDDEN} fit"
+        )
+    if q.dtype not in (torch.float32, torch.bfloat16, torch.float16) or weight[0].dtype != torch.float32:
+        return f"{q.dtype} with a state of {weight[0].dtype}: the kernels take float32 or 16 bits with a float32 state"
+    return None
+
+
+@cache
+def say_once(why: str) -> None:
+    """One log line for every reason."""
+    logging.getLogger("titanmem").warning("the memory runs in plain torch, not in kernels: %s", why)
+
+
+def first_piece(q: Tensor, fast: FastWeights, starts: Tensor | None, chunk_len: int) -> int | None:
+    """How many tokens to run apart, so that the rest begins on a border and is not too long; None: all in one call.
+
+    A row in the middle of a chunk first finishes it, if all rows stand at the same place."""
+    tokens = q.shape[1]
+    if torch.compiler.is_compiling() or starts is not None:
+        return None
+    if fast.pending is not None:
+        offset = fast.pending.offset
+        left = chunk_len - int(offset[0])
+        return left if left < tokens and bool((offset == offset[0]).all()) else None
+    most = MOST_CHUNKS * chunk_len
+    return most if tokens > most and not torch.is_grad_enabled() else None

@@ -1,0 +1,144 @@
+"""The kernels compute what the float64 form says, as exactly as plain torch does in the same dtype.
+
+Without a GPU they run in Triton's interpreter. Fresh buffers are filled with NaN.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+from support import Problem, make_problem, solve
+from titanmem.ops.memory import Gates, support
+from titanmem.state import FastWeights
+
+pytestmark = pytest.mark.skipif(support.machine() is not None, reason=str(support.machine()))
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture(autouse=True)
+def poisoned():
+    """Every fresh buffer is NaN."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def as_type(problem: Problem, dtype: torch.dtype) -> Problem:
+    """The same numbers as leaves of another dtype; gates, state and gain are at least float32."""
+    state = torch.promote_types(dtype, torch.float32)
+    leaf = lambda x, kind: x.detach().to(DEVICE, kind).requires_grad_()
+    many = lambda xs: tuple(leaf(x, state) for x in xs)
+    g, f = problem.gates, problem.fast
+    return Problem(
+        *(leaf(x, dtype) for x in (problem.q, problem.k, problem.v)),
+        Gates(many(g.step), many(g.momentum), many(g.forget)),
+        FastWeights(many(f.start_weight), many(f.start_surprise)),
+        None if problem.gain is None else leaf(problem.gain, state),
+    )
+
+
+def errors(found: list[torch.Tensor], expected: list[torch.Tensor]) -> list[float]:
+    return [
+        ((a.double() - b).abs().max() / b.abs().max().clamp(min=1e-12)).item()
+        for a, b in zip(found, expected, strict=True)
+    ]
+
+
+def check(dtype: torch.dtype = torch.float32, chunk_len: int = 16, fresh: bool = False, how=None, **shape) -> None:
+    """Outputs, final state and every gradient: at most twice plain torch's error, both against float64."""
+    how = {name: x.to(DEVICE) if isinstance(x, torch.Tensor) else x for name, x in (how or {}).items()}
+    problem = make_problem(**shape)
+    rounded = as_type(problem, dtype)
+    begin = None
+    if fresh:
+        begin = make_problem(**{**shape, "batch": 1, "seed": 5}).fast
+    results = []
+    for kind, form in ((torch.float64, "chunked"), (dtype, "chunked"), (dtype, "triton")):
+        given = as_type(rounded, kind)
+        state = torch.promote_types(kind, torch.float32)
+        start = begin and FastWeights(
+            *(tuple(x.detach().to(DEVICE, state).requires_grad_() for x in xs)
+              for xs in (begin.start_weight, begin.start_surprise))
+        )  # fmt: skip
+        results.append(solve(given, form, chunk_len, fresh=start, **how))
+    exact, plain, kernel = results
+    floor = 16 * torch.finfo(dtype).eps
+    for index, (a, b) in enumerate(zip(errors(kernel, exact), errors(plain, exact), strict=True)):
+        assert a <= 2 * b + floor, f"tensor {index}: error {a:.1e}, plain torch {b:.1e}"
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("tokens", [9, 48, 41])
+def test_any_length(depth, tokens):
+    check(depth=depth, tokens=tokens, width=16, hidden=32)
+
+
+def test_widths_that_are_no_powers_of_two():
+    check(tokens=20, width=20, hidden=70)
+
+
+def test_gates_of_exactly_zero_and_one():
+    check(tokens=40, width=16, hidden=16, extreme=True)
+
+
+def test_without_norm_residual_and_clip():
+    check(tokens=24, width=16, hidden=16, norm=False, how={"residual": False, "clip": 0.0})
+
+
+def test_ragged_rows():
+    check(tokens=40, width=16, hidden=16, how={"lengths": torch.tensor([40, 21])})
+
+
+def test_documents_on_chunk_borders():
+    starts = torch.zeros(2, 40, dtype=torch.bool)
+    starts[0, 16] = starts[1, 0] = starts[1, 32] = True
+    check(tokens=40, width=16, hidden=16, fresh=True, how={"starts": starts})
+
+
+def test_pieces_that_end_inside_a_chunk():
+    check(tokens=60, width=16, hidden=16, how={"cuts": (5, 32)})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("depth", [1, 2])
+def test_chunks_longer_than_a_tile(depth):
+    check(chunk_len=128, depth=depth, tokens=300, width=16, hidden=16)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (dict(depth=3), "3 matrices"),
+        (dict(channels=True), "per channel"),
+        (dict(chunk_len=8), "chunk_len=8"),
+        (dict(dtype=torch.float64), "state of torch.float64"),
+    ],
+)
+def test_what_the_kernels_cannot_run_takes_the_chunked_form(change, why, monkeypatch):
+    said: list[str] = []
+    monkeypatch.setattr(logging.getLogger("titanmem"), "warning", lambda text, *values: said.append(text % values))
+    support.say_once.cache_clear()
+    settings = {"chunk_len": 16, "dtype": torch.float32, "depth": 2, "channels": False, **change}
+    shape = dict(tokens=9, width=16, hidden=16, depth=settings["depth"], channels=settings["channels"])
+    problem = as_type(make_problem(**shape), settings["dtype"])
+    for _ in range(2):
+        found = solve(problem, "triton", settings["chunk_len"])
+    expected = solve(problem, "chunked", settings["chunk_len"])
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert len(said) == 1
+    assert why in said[0]
+
+
+def test_documents_anywhere_take_the_chunked_form():
+    """Under torch.compile the form is chosen without looking at values; the operation itself looks."""
+    problem = as_type(make_problem(tokens=40, width=16, hidden=16), torch.float32)
+    starts = torch.zeros(2, 40, dtype=torch.bool, device=DEVICE)
+    starts[0, 7] = True
+    first = lambda xs: tuple(x[:1].detach().requires_grad_() for x in xs)
+    fresh = FastWeights(first(problem.fast.start_weight), first(problem.fast.start_surprise))
+    found, expected = (solve(problem, form, 16, starts=starts, fresh=fresh) for form in ("triton", "chunked"))
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b)
