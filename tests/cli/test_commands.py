@@ -35,7 +35,7 @@ def test_generate_is_reproducible_and_goes_on_from_a_state(byte_model, tmp_path,
 def test_mistakes_are_one_line(byte_model, tmp_path, capsys):
     for arguments, text in [
         (["generate", str(tmp_path), "x"], "has no config.json"),
-        (["generate", byte_model, ""], "the prompt is empty"),
+        (["generate", byte_model, ""], "the prompt has no tokens"),
         (["generate", byte_model, "x", "--state", "nowhere"], "no state file at nowhere"),
     ]:
         assert main(arguments) == 2

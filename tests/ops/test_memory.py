@@ -280,7 +280,7 @@ def test_the_custom_operation_passes_torchs_own_checks():
     g = p.gates
     gates = [*g.step, *g.momentum, *g.forget]
     state = [*p.fast.start_weight, *p.fast.start_surprise]
-    call = (p.q, p.k, p.v, gates, state, [], None, [], p.gain, None, None, 2, 4, True, 0.5, True)
+    call = (p.q, p.k, p.v, gates, state, [], None, [], p.gain, None, None, 2, 4, True, 0.5, True, "chunked")
     torch.library.opcheck(torch.ops.titanmem.memory_scan.default, call)
 
 

@@ -18,7 +18,7 @@ ALONE = {
     "datasets": {"data"},
     "pyarrow": {"data"},
     "sentencepiece": {"data"},
-    "triton": set(),
+    "triton": {"ops"},
     "transformers": set(),
 }
 
