@@ -44,5 +44,5 @@ def run(arguments: argparse.Namespace) -> int:
             if other != form:
                 line("", f"also {other}: {about_form}")
     trouble = support.machine()
-    line("kernels", f"cannot run here: {trouble}" if trouble else "can run here: titanmem.backend(memory=\"triton\")")
+    line("kernels", f"cannot run here: {trouble}" if trouble else 'can run here: titanmem.backend(memory="triton")')
     return 0

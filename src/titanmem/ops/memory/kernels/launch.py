@@ -15,6 +15,7 @@ from torch import Tensor
 from titanmem.ops.memory.kernels import gates as gate_kernels
 from titanmem.ops.memory.kernels import keys as key_kernels
 from titanmem.ops.memory.kernels import queries as query_kernels
+from titanmem.ops.memory.kernels.configs import options
 
 
 @dataclass
@@ -143,7 +144,7 @@ class Call:
         self.shares = self.vectors(5)
         gate_kernels.gate_rows[self.gate_grid](
             self.momentum, self.forget, self.lengths, self.blend, self.carry_to, self.shares,
-            **self.gate_sizes(), KEEP=keep, num_warps=8,
+            **self.gate_sizes(), KEEP=keep, **options("gate_rows"),
         )  # fmt: skip
         self.after = [x.flatten(0, 1).clone() for x in self.state]
         self.at = [x.new_empty(s.rows, s.count, *x.shape[1:], dtype=self.q.dtype) for x in self.after]
@@ -162,7 +163,7 @@ class Call:
         key_kernels.write_chunks[(s.rows,)](
             self.k, self.v, self.step, self.gain, self.shares, self.lengths, self.resets, fw1, fs1, fw2, fs2,
             w1, s1, w2, s2, aw1, as1, aw2, as2, self.x2, self.d1, self.d2, self.norms, self.steps, *kept,
-            **self.sizes, **self.network, **self.writing, KEEP=keep, num_warps=8,
+            **self.sizes, **self.network, **self.writing, KEEP=keep, **options("write_chunks"),
         )  # fmt: skip
 
     def read(self, keep: bool) -> Tensor:
@@ -176,7 +177,7 @@ class Call:
         query_kernels.read_chunks[(s.count * s.tiles, s.rows)](
             self.q, self.k, self.gain, self.blend, self.shares, self.steps, self.lengths, w1, s1, w2, s2,
             self.x2, self.d1, self.d2, y, self.q2, self.slopes, self.before,
-            **self.sizes, **self.network, KEEP=keep, num_warps=8,
+            **self.sizes, **self.network, KEEP=keep, **options("read_chunks"),
         )  # fmt: skip
         return y
 
@@ -266,7 +267,7 @@ def backward(call: Call, grad_y: Tensor, grad_state: list[Tensor], grad_pending:
         pad(grad_y, s.width), call.q, call.k, call.gain, call.blend, call.shares, call.steps, call.lengths,
         w1, s1, w2, s2, call.x2, call.d1, call.d2, call.q2, call.slopes, call.before,
         grad_q, grad_1, grad_2, grad_blend, grad_shares, gain_parts,
-        **call.sizes, **call.network, num_warps=8,
+        **call.sizes, **call.network, **options("read_chunks_queries_backward"),
     )  # fmt: skip
     grad_x1 = call.slots(s.width, torch.float32)
     grad_d1 = call.slots(inner, torch.float32)
@@ -277,7 +278,7 @@ def backward(call: Call, grad_y: Tensor, grad_state: list[Tensor], grad_pending:
     query_kernels.read_chunks_keys_backward[grid](
         call.q, call.k, call.blend, call.steps, call.lengths, call.x2, call.d1, call.d2, call.q2, grad_1, grad_2,
         grad_x1, grad_x2, grad_d1, grad_d2, grad_steps,
-        **call.sizes, num_warps=8,
+        **call.sizes, **options("read_chunks_keys_backward"),
     )  # fmt: skip
     if grad_pending:
         to_inputs, to_errors = ([grad_x1, grad_x2], [grad_d1, grad_d2]) if s.depth == 2 else ([grad_x1], [grad_d1])
@@ -295,13 +296,13 @@ def backward(call: Call, grad_y: Tensor, grad_state: list[Tensor], grad_pending:
         w1, s1, w2, s2, call.x2, call.d1, call.d2, *call.kept, call.q2, grad_1, grad_2,
         grad_x1, grad_x2, grad_d1, grad_d2, grad_steps, grad_shares, gw1, gs1, gw2, gs2,
         fw1, fs1, fw2, fs2, grad_k, grad_v, grad_gain, room[0], room[1], call.q.new_empty(s.rows, s.chunk, s.width),
-        **call.sizes, **call.network, **call.writing, num_warps=8,
+        **call.sizes, **call.network, **call.writing, **options("write_chunks_backward"),
     )  # fmt: skip
     grad_momentum, grad_forget = torch.zeros_like(call.momentum), torch.zeros_like(call.forget)
     gate_kernels.gate_rows_backward[call.gate_grid](
         call.momentum, call.forget, call.lengths, call.blend, call.carry_to, call.shares, call.steps,
         grad_blend, grad_shares, grad_momentum, grad_forget,
-        **call.gate_sizes(), num_warps=8,
+        **call.gate_sizes(), **options("gate_rows_backward"),
     )  # fmt: skip
     to_step = grad_steps[:, :, :, 0].unflatten(0, (-1, s.heads)).permute(0, 2, 4, 1, 3)
     to_step = to_step.flatten(1, 2)[:, : s.tokens]

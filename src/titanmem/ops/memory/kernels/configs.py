@@ -1,0 +1,37 @@
+"""Warps and pipeline stages of every kernel, chosen by measuring (`python benchmarks/kernels.py --tune`), so that no
+user's first step waits for a search. `using` tries others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+DEFAULT: dict[str, tuple[int, int]] = {  # (num_warps, num_stages)
+    "gate_rows": (4, 1),
+    "write_chunks": (8, 1),
+    "read_chunks": (4, 2),
+    "read_chunks_queries_backward": (8, 1),
+    "read_chunks_keys_backward": (8, 1),
+    "write_chunks_backward": (8, 1),
+    "gate_rows_backward": (4, 1),
+}
+
+_tried: dict[str, tuple[int, int]] = {}
+
+
+def options(kernel: str) -> dict[str, int]:
+    """Launch options of a kernel."""
+    warps, stages = _tried.get(kernel, DEFAULT[kernel])
+    return {"num_warps": warps, "num_stages": stages}
+
+
+@contextmanager
+def using(**tried: tuple[int, int]) -> Iterator[None]:
+    """Other options within a block: `with using(read_chunks=(8, 2)): ...`."""
+    before = dict(_tried)
+    _tried.update(tried)
+    try:
+        yield
+    finally:
+        _tried.clear()
+        _tried.update(before)
