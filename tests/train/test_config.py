@@ -62,6 +62,8 @@ def test_another_text_gets_another_folder_and_the_model_its_vocabulary(corpus):
     assert (mine.data.path, mine.model.vocab_size) == ("data/text-bpe1024", 1024)
     prepared = fit(f"data.path={corpus}")
     assert (prepared.data.source, prepared.data.held_out, prepared.model.vocab_size) == (str(text), 0.2, 256)
+    with pytest.raises(ValueError, match="is no prepared text"):
+        fit("data.path=elsewhere")
     with pytest.raises(ValueError, match=r"prepared with other settings \(source="):
         fit(f"data.path={corpus}", "data.source=python")
 

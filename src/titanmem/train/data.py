@@ -23,6 +23,12 @@ def fit_to_data(config: TrainConfig, given: Collection[str]) -> TrainConfig:
     data = config.data
     if "data.path" not in given and {"source", "tokenizer", "vocab_size"} & set(named):
         data = replace(data, path=default_path(data))
+    elif "data.path" in given and "source" not in named:
+        require(
+            (Path(data.path) / INDEX).exists(),
+            f"{data.path} is no prepared text; prepare it (titanmem data prepare SOURCE {data.path}), or also give its "
+            f"source, for instance data.source={data.source}",
+        )
     vocabulary = {"bytes": 256, "bpe": data.vocab_size or BPE_VOCAB}.get(data.tokenizer)
     if (Path(data.path) / INDEX).exists():
         index = Index.load(Path(data.path))
