@@ -115,13 +115,13 @@ def test_a_curriculum_reads_the_same_tokens_in_shorter_rows(corpus, tmp_path, mo
 
 def test_a_loss_that_is_not_finite_skips_the_step(corpus, tmp_path, monkeypatch):
     config = small_config(corpus, save_every=1, steps=3)
-    real, calls = loop.token_losses, []
+    real, calls = loop.Run.forward, []
 
-    def poisoned(logits, labels):
+    def poisoned(self, part, index):
         calls.append(None)
-        return real(logits, labels) * (math.nan if len(calls) == 3 else 1)  # in the second step
+        return real(self, part, index) * (math.nan if len(calls) == 3 else 1)  # in the second step
 
-    monkeypatch.setattr(loop, "token_losses", poisoned)
+    monkeypatch.setattr(loop.Run, "forward", poisoned)
     losses = losses_of(config, tmp_path)
     assert [math.isfinite(loss) for loss in losses] == [True, False, True]
     assert all(torch.isfinite(w).all() for w in weights_of(tmp_path).values())
@@ -130,7 +130,8 @@ def test_a_loss_that_is_not_finite_skips_the_step(corpus, tmp_path, monkeypatch)
 def test_training_stops_after_several_bad_steps_with_the_batch_saved(corpus, tmp_path, monkeypatch):
     from safetensors.torch import load_file
 
-    monkeypatch.setattr(loop, "token_losses", lambda logits, labels: logits.sum() * math.nan)
+    real = loop.Run.forward
+    monkeypatch.setattr(loop.Run, "forward", lambda self, part, index: real(self, part, index) * math.nan)
     with pytest.raises(TrainingError, match="3 steps in a row") as error:
         train(small_config(corpus, bad_steps=3), tmp_path)
     file = next(tmp_path.glob("bad-batch-3-*"))

@@ -21,6 +21,7 @@ from titanmem.layers.neural_memory import MemoryConfig, Probe
 from titanmem.layers.norm import RMSNorm
 from titanmem.models import generation
 from titanmem.ops.layout import Layout, check_mask, pack, pack_order, unpack
+from titanmem.ops.loss import IGNORED, linear_cross_entropy
 from titanmem.state import ModelState, check_same_config
 
 MEMORY_HEAD = 64  # width of a memory head where the model's width allows it
@@ -164,12 +165,12 @@ class TitansLM(nn.Module):
     @overload
     def forward(
         self, ids: Tensor, state: ModelState | None = ..., *, mask: Tensor | None = ..., learn: bool = ...,
-        probe: Literal[False] = ..., documents: Tensor | None = ...,
+        probe: Literal[False] = ..., documents: Tensor | None = ..., labels: Tensor | None = ...,
     ) -> tuple[Tensor, ModelState]: ...  # fmt: skip
     @overload
     def forward(
         self, ids: Tensor, state: ModelState | None = ..., *, mask: Tensor | None = ..., learn: bool = ...,
-        probe: Literal[True], documents: Tensor | None = ...,
+        probe: Literal[True], documents: Tensor | None = ..., labels: Tensor | None = ...,
     ) -> tuple[Tensor, ModelState, list[Probe | None]]: ...  # fmt: skip
     def forward(
         self,
@@ -180,23 +181,26 @@ class TitansLM(nn.Module):
         learn: bool = True,
         probe: bool = False,
         documents: Tensor | None = None,
+        labels: Tensor | None = None,
     ) -> Any:
         """Logits [B, T, V] for ids [B, T], and the state after them.
 
         `mask` [B, T] bool: False tokens change nothing, their logits are 0. `learn=False`: memories read only.
         `documents` [B, T] int: ids of packed documents that do not see each other; each starts from a fresh state.
-        With `probe`, also one `Probe` per block (None where a block has no memory).
+        With `probe`, also one `Probe` per block (None where a block has no memory). With `labels` [B, T] (−100 is not
+        counted) the first result is the summed cross-entropy, and the logits never exist as a whole.
         """
-        self._check(ids, state, mask, documents)
+        self._check(ids, state, mask, documents, labels)
         if ids.shape[1] == 0:
             state = self.start(ids.shape[0]) if state is None else state
-            empty = self.head(self.norm(self._embed(ids)))
+            empty = self._leave(self._embed(ids), labels)
             return (empty, state, [None] * len(self.blocks)) if probe else (empty, state)
         order = None
         if mask is not None:
             order = pack_order(mask)
             ids = pack(ids, order)
             documents = None if documents is None else pack(documents, order)
+            labels = None if labels is None else pack(labels.masked_fill(~mask, IGNORED), order)
         lengths = None if mask is None else mask.sum(1)
         before = None if state is None else state.document
         layout = Layout(lengths, _starts(documents, before, state is not None))
@@ -208,18 +212,23 @@ class TitansLM(nn.Module):
             x, after, seen = block(x, None if state is None else state.blocks[index], context)
             states.append(after)
             probes.append(seen)
-        logits = self.head(self.norm(x))
+        out = self._leave(x, labels)
 
         document = _last_document(documents, lengths, before)
         new = ModelState(tuple(states), document, self.config.to_dict())
         if order is not None and mask is not None:
-            logits = torch.where(mask.unsqueeze(-1), unpack(logits, order), 0)
+            out = torch.where(mask.unsqueeze(-1), unpack(out, order), 0) if labels is None else out
             probes = [None if p is None else p.map(lambda t: unpack(t, order)) for p in probes]
-        return (logits, new, probes) if probe else (logits, new)
+        return (out, new, probes) if probe else (out, new)
 
     def _embed(self, ids: Tensor) -> Tensor:
         """Tokens at unit scale: beside blocks whose outputs are about 1, smaller ones would drown."""
         return self.embedding(ids) * self.config.dim**0.5
+
+    def _leave(self, x: Tensor, labels: Tensor | None) -> Tensor:
+        """Logits, or the summed loss of `labels`."""
+        x = self.norm(x)
+        return self.head(x) if labels is None else linear_cross_entropy(x, self.head.weight, labels)
 
     def start(self, batch: int) -> ModelState:
         """The state before the first token."""
@@ -270,7 +279,14 @@ class TitansLM(nn.Module):
             raise ValueError(f"{path / 'model.safetensors'} is damaged or of another config: {error}") from error
         return model.to(device)
 
-    def _check(self, ids: Tensor, state: ModelState | None, mask: Tensor | None, documents: Tensor | None) -> None:
+    def _check(
+        self,
+        ids: Tensor,
+        state: ModelState | None,
+        mask: Tensor | None,
+        documents: Tensor | None,
+        labels: Tensor | None = None,
+    ) -> None:
         if not isinstance(ids, Tensor):
             raise ValueError(
                 f"ids must be an int64 tensor [batch, tokens], got {type(ids).__name__}; use torch.tensor(ids)"
@@ -288,6 +304,10 @@ class TitansLM(nn.Module):
                 )
         if mask is not None:
             check_mask(mask, *ids.shape)
+        if labels is not None and (labels.shape != ids.shape or labels.dtype != torch.int64):
+            raise ValueError(
+                f"labels must be int64 {list(ids.shape)} like ids, got {labels.dtype} {list(labels.shape)}"
+            )
         if documents is not None and (documents.shape != ids.shape or documents.is_floating_point()):
             raise ValueError(
                 f"documents must be integers of the shape of ids {list(ids.shape)}, got {documents.dtype} "

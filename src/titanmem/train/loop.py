@@ -28,7 +28,7 @@ from titanmem.state import ModelState
 from titanmem.train.checkpoint import Checkpoints, step_of
 from titanmem.train.config import TrainConfig
 from titanmem.train.data import open_data
-from titanmem.train.evaluate import held_out, sample, token_losses
+from titanmem.train.evaluate import held_out, sample
 from titanmem.train.metrics import FILE as METRICS
 from titanmem.train.metrics import SAMPLES, Meter, Metrics, check_trackers
 from titanmem.train.optim import make_optimizer, rate_at
@@ -189,10 +189,10 @@ class Run:
     def forward(self, part: Batch, index: int) -> Tensor:
         """The summed loss of a micro-batch, with its lane of carried memories moved on."""
         lane = self.lanes[index] if self.config.data.carry else None
-        logits, state = self.spread.forward(part["ids"], lane, documents=part.get("documents"))
+        loss, state = self.spread.forward(part["ids"], lane, documents=part.get("documents"), labels=part["labels"])
         if self.config.data.carry:
             self.lanes[index] = state.detach()
-        return token_losses(logits, part["labels"]).sum()
+        return loss
 
     def skip(self, batch: Batch, mean: float, norm: float) -> None:
         """Leave a step out whose loss or gradient is not finite; give up after several in a row."""

@@ -6,6 +6,7 @@ import math
 
 from titanmem.models.cost import parameters
 from titanmem.models.language import TitansConfig
+from titanmem.ops.loss import MOST
 from titanmem.train.config import TrainConfig
 
 FLOAT = 4
@@ -23,8 +24,10 @@ def training_bytes(config: TrainConfig, ranks: int) -> tuple[int, int]:
     layers = [_block_bytes(config.model, name, rows, config.data.length, width) for name in config.model.blocks]
     stream = tokens * config.model.dim * width
     saved = max(layers) + stream * len(layers) if config.parallel.recompute else sum(layers)
-    logits = 3 * tokens * config.model.vocab_size * FLOAT
-    return fixed, saved + logits
+    head = (
+        config.model.vocab_size * config.model.dim * FLOAT + 3 * MOST * FLOAT
+    )  # its gradient, and a part of the logits
+    return fixed, saved + head
 
 
 def _block_bytes(model: TitansConfig, name: str, rows: int, length: int, width: int) -> int:

@@ -1,0 +1,49 @@
+"""The loss without logits equals the one with them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+from support import assert_close, random_ids, small_model
+from titanmem.ops.loss import linear_cross_entropy
+
+
+@pytest.mark.parametrize("most", [7, 40, 1000])
+def test_loss_and_gradients_are_those_of_the_logits(most):
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(2, 6, 5, generator=generator, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(13, 5, generator=generator, dtype=torch.float64, requires_grad=True)
+    labels = torch.randint(0, 13, (2, 6), generator=generator)
+    labels[0, 2] = labels[1, 5] = -100
+    losses = [
+        linear_cross_entropy(hidden, weight, labels, most),
+        cross_entropy((hidden @ weight.mT).flatten(0, 1), labels.flatten(), reduction="sum"),
+    ]
+    found, expected = ([loss, *torch.autograd.grad(3 * loss, (hidden, weight))] for loss in losses)
+    assert_close(found, expected)
+
+
+def test_rows_without_a_question_give_zero():
+    hidden, weight = torch.randn(3, 4, requires_grad=True), torch.randn(7, 4)
+    loss = linear_cross_entropy(hidden, weight, torch.full((3,), -100))
+    (grad,) = torch.autograd.grad(loss, hidden)
+    assert loss == 0
+    assert (grad == 0).all()
+
+
+@pytest.mark.parametrize("case", ["mac", "attention"])
+def test_a_model_with_labels_returns_the_loss_of_its_logits(case):
+    model, ids = small_model(case), random_ids(2, 17)
+    labels = ids.roll(-1, 1)
+    mask = torch.ones(2, 17, dtype=torch.bool)
+    mask[0, [0, 5, 16]] = False
+    for given in (None, mask):
+        logits, _ = model(ids, mask=given)
+        asked = labels if given is None else labels.masked_fill(~given, -100)
+        expected = cross_entropy(logits.flatten(0, 1), asked.flatten(), reduction="sum")
+        loss, _ = model(ids, mask=given, labels=labels)
+        assert_close([loss], [expected])
+    with pytest.raises(ValueError, match="labels must be int64"):
+        model(ids, labels=labels[:, 1:])
