@@ -18,20 +18,20 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear, pad, silu
+from torch.nn.functional import linear, pad
 
 from titanmem.blocks.base import Block, BlockConfig, Combine, Context, MemoryPart
 from titanmem.config import require
 from titanmem.layers.contain import contain
 from titanmem.layers.neural_memory import Probe
-from titanmem.layers.norm import RMSNorm, unit_rows
+from titanmem.layers.norm import RMSNorm
 from titanmem.layers.rotary import rotate
 from titanmem.layers.window_attention import WindowAttention
 from titanmem.ops.attention import Prefix, attend
-from titanmem.ops.conv import causal_conv
 from titanmem.ops.layout import Layout
 from titanmem.ops.memory import memory_read
 from titanmem.ops.memory.plan import on_borders, segment_walk
+from titanmem.ops.streams import conv_streams, unit_rows
 from titanmem.state import ConvState, MemoryState, State
 
 
@@ -181,14 +181,13 @@ class MACBlock(Block):
         """Memory tokens h [B, n or memory_tokens, dim]."""
         c, layer = self.config.memory, self.memory.layer
         if self.queries is not None:
-            r = self.queries.unsqueeze(0).expand(x.shape[0], -1, -1, -1)
+            r = unit_rows(self.queries).unsqueeze(0).expand(x.shape[0], -1, -1, -1)
         else:
             assert self.read is not None
-            stream = self.read(x)
-            if self.read_conv is not None and tail is not None:
-                stream, tail = causal_conv(stream, self.read_conv, tail, layout)
-            r = silu(stream).unflatten(-1, (c.num_heads, c.width))
-        h = memory_read(unit_rows(r), weight, gain=layer.gain, residual=c.residual)
+            (r,), tail = conv_streams(
+                self.read(x), self.read_conv, tail, layout, heads=c.num_heads, width=c.width, normed=1
+            )
+        h = memory_read(r, weight, gain=layer.gain, residual=c.residual)
         return self.read_norm(h.flatten(2)), tail
 
     def _project_memory(self, h: Tensor) -> tuple[Tensor, Tensor]:

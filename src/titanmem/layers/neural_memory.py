@@ -20,11 +20,11 @@ from torch.nn.functional import silu
 from titanmem.config import Config, check_counts, check_types, require
 from titanmem.layers.contain import LIMIT, contain
 from titanmem.layers.gates import TokenGates
-from titanmem.layers.norm import RMSNorm, unit_rows
-from titanmem.ops.conv import causal_conv
+from titanmem.layers.norm import RMSNorm
 from titanmem.ops.layout import Layout, check_mask, pack, pack_order, unpack
 from titanmem.ops.memory import Gates, memory, memory_probe, memory_read
 from titanmem.ops.memory.plan import token_positions
+from titanmem.ops.streams import conv_streams
 from titanmem.state import ConvState, FastWeights, MemoryState, check_same_config
 
 
@@ -293,19 +293,16 @@ class NeuralMemory(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor, Gates, ConvState | None, Tensor | None]:
         """q, k, v [B, T, H, D], gates, the new convolution state and held gates. `x, finite` come from `contain`."""
         c = self.config
-        streams = self.qkv(x).clamp(-LIMIT, LIMIT)
-        conv = state.conv
-        if self.conv is not None:
-            assert conv is not None
-            streams, conv = causal_conv(streams, self.conv, conv, layout, None if fresh is None else fresh.conv)
-        streams = silu(streams).unflatten(-1, (3, c.num_heads, c.width))
-        q, k = unit_rows(streams[:, :, :2]).unbind(2)
+        (q, k, v), conv = conv_streams(
+            self.qkv(x), self.conv, state.conv, layout, None if fresh is None else fresh.conv,
+            heads=c.num_heads, width=c.width, normed=2, limit=LIMIT,
+        )  # fmt: skip
         logits = self.gates(x)
         held = state.held
         if held is not None:
             logits, held = self._hold(logits, held, state.fast, layout)
         gates = self.gates.gates(logits, finite)
-        return q, k, streams[:, :, 2], gates, conv, held
+        return q, k, v, gates, conv, held
 
     def _hold(self, logits: Tensor, held: Tensor, fast: FastWeights, layout: Layout) -> tuple[Tensor, Tensor]:
         """Gates per chunk: every token takes the logits of its chunk's first token (a mean would see the future)."""

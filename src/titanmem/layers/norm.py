@@ -6,12 +6,6 @@ import torch
 from torch import Tensor, nn
 
 
-def unit_rows(x: Tensor) -> Tensor:
-    """x / sqrt(‖x‖² + eps) over the last axis, computed in at least float32; a zero row stays zero, with a gradient."""
-    high = x if x.dtype == torch.float64 else x.float()
-    return (high * torch.rsqrt(high.square().sum(-1, keepdim=True) + 1e-6)).to(x.dtype)
-
-
 class RMSNorm(nn.Module):
     """x / rms(x) ∘ scale over the last axis."""
 

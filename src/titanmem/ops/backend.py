@@ -11,6 +11,10 @@ _FORMS: dict[str, dict[str, str]] = {
         "triton": "the same in GPU kernels; not measured yet, so never chosen by itself",
         "reference": "token loop, the specification; slow, for tests and reading",
     },
+    "streams": {
+        "torch": "convolution, silu and l2 norm in plain torch, any device",
+        "triton": "the same in one GPU kernel; not measured yet, so never chosen by itself",
+    },
     "attention": {
         "sdpa": "blocks of the window through torch's scaled_dot_product_attention, any device",
         "flex": "FlexAttention, compiled for the GPU",

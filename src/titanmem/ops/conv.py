@@ -33,6 +33,15 @@ def causal_conv(
     return y, ConvState(_new_tail(stream, since, layout, width - 1, fresh).to(state.tail.dtype))
 
 
+def new_tail(x: Tensor, state: ConvState, layout: Layout, fresh: ConvState | None) -> Tensor:
+    """The last inputs of every row after reading x, for `ConvState`."""
+    keep = state.tail.shape[1]
+    if layout.whole and x.shape[1] >= keep:
+        return x[:, x.shape[1] - keep :].to(state.tail.dtype)
+    stream = torch.cat([state.tail.to(x.dtype), x], 1)
+    return _new_tail(stream, layout.since_start(x.shape[1]), layout, keep, fresh).to(state.tail.dtype)
+
+
 def _before_start(tap: Tensor, since: Tensor, back: int, fresh: ConvState | None) -> Tensor:
     """Replace taps that reach behind their document's start by the fresh tail."""
     reaches = (since >= 0) & (since < back)

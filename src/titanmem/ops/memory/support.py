@@ -18,12 +18,17 @@ WIDEST = 128  # of a head
 HIDDEN = 1024
 
 
+def interpreted() -> bool:
+    """Whether kernels run in Triton's interpreter, on the CPU."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
 @cache
 def machine() -> str | None:
     """Why this machine cannot run the kernels; None if it can."""
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
-    if os.environ.get("TRITON_INTERPRET") == "1":
+    if interpreted():
         return None
     if not torch.cuda.is_available():
         return "there is no GPU"
@@ -37,7 +42,7 @@ def why_not(q: Tensor, channels: bool, weight: Sequence[Tensor], chunk_len: int)
     trouble = machine()
     if trouble is not None:
         return trouble
-    if not (q.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"):
+    if not (q.is_cuda or interpreted()):
         return f"the tensors are on {q.device}"
     if len(weight) > 2:
         return f"the memory has {len(weight)} matrices, the kernels know one and two"
