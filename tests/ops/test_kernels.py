@@ -10,8 +10,9 @@ import logging
 import pytest
 import torch
 
+import titanmem
 from support import Problem, make_problem, solve
-from titanmem.ops.memory import Gates, support
+from titanmem.ops.memory import Gates, memory, support
 from titanmem.state import FastWeights
 
 pytestmark = pytest.mark.skipif(support.machine() is not None, reason=str(support.machine()))
@@ -100,6 +101,28 @@ def test_documents_on_chunk_borders():
 
 def test_pieces_that_end_inside_a_chunk():
     check(tokens=60, width=16, hidden=16, how={"cuts": (5, 32)})
+
+
+@pytest.mark.parametrize(("depth", "hidden"), [(1, 16), (2, 16), (2, 70)])
+def test_single_tokens_from_other_offsets_in_every_row(depth, hidden):
+    """Through the end of a chunk in one row, far from it in the other."""
+    problem = as_type(make_problem(tokens=34, width=20, hidden=hidden, depth=depth), torch.float32)
+    results = []
+    with torch.no_grad():
+        for form in ("chunked", "triton"):
+            with titanmem.backend(memory="chunked"):
+                y, fast = memory(
+                    *problem.part(0, 30), problem.fast, gain=problem.gain, chunk_len=16, clip=0.5,
+                    lengths=torch.tensor([30, 5], device=DEVICE),
+                )  # fmt: skip
+            outputs = []
+            for t in range(30, 34):
+                with titanmem.backend(memory=form):
+                    y, fast = memory(*problem.part(t, t + 1), fast, gain=problem.gain, chunk_len=16, clip=0.5)
+                outputs.append(y)
+            results.append([torch.cat(outputs, 1), *(x.float() for _, x in fast.tensors())])
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.slow

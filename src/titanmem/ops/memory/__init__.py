@@ -88,8 +88,9 @@ def memory(
             residual=residual, clip=clip, lengths=lengths, starts=starts, fresh=fresh, at_border=not pends,
         )  # fmt: skip
     if _is_step(q, k, v, gates, fast, gain, lengths, starts):
+        kernel = choice == "triton" and support.why_not(q, gates.channels, fast.start_weight, chunk_len) is None
         with torch.autocast(q.device.type, enabled=False):
-            return memory_step(q, k, v, gates.stacked(), fast, gain, chunk_len, residual, clip)
+            return memory_step(q, k, v, gates.stacked(), fast, gain, chunk_len, residual, clip, kernel)
     how = dict(gain=gain, chunk_len=chunk_len, residual=residual, clip=clip, fresh=fresh)
     if choice == "triton":
         why = support.why_not(q, gates.channels, fast.start_weight, chunk_len)

@@ -30,6 +30,7 @@ def memory_step(
     chunk_len: int,
     residual: bool,
     clip: float,
+    kernel: bool = False,
 ) -> tuple[Tensor, FastWeights]:
     """q, k, v [B, 1, H, D]; gates step, momentum, forget [B, 1, H, L]. No gradients."""
     batch, _, heads, width = q.shape
@@ -37,6 +38,11 @@ def memory_step(
     weight = [w.flatten(0, 1) for w in fast.start_weight]
     surprise = [s.flatten(0, 1) for s in fast.start_surprise]
     held = (fast.pending or PendingWrites.empty(fast.start_weight, chunk_len)).claim()
+    if kernel and all(x.is_contiguous() for x in (*held.inputs, *held.errors)):
+        from titanmem.ops.memory.kernels.step import step_token
+
+        out, mix = step_token(q, k, v, gates, weight, surprise, held, gain, residual, clip)
+        return out, _fold_full(replace(fast, pending=held.advanced(mix, held.offset + 1)), chunk_len)
     all_inputs, all_errors = ([x.flatten(0, 1) for x in xs] for xs in (held.inputs, held.errors))
     key, query, value = (x.reshape(rows, 1, width).to(dtype) for x in (k, q, v))
     scale = None if gain is None else (gain if batch == 1 else gain.repeat(batch, 1)).to(dtype).unsqueeze(1)
