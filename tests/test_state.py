@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+import titanmem
 from support import BLOCK_CASES, assert_close, assert_same_state, random_ids, small_model
 from titanmem import MemoryState, ModelState
 
@@ -83,3 +84,17 @@ def test_states_of_different_models_do_not_stack():
         ModelState.stack([a, b])
     with pytest.raises(ValueError, match="at least one state"):
         ModelState.stack([])
+
+
+def test_the_host_knows_the_offset_that_rows_share():
+    """So that decoding never waits for the device."""
+    mem = titanmem.NeuralMemory(dim=8, num_heads=1, chunk_len=4)
+    with torch.no_grad():
+        _, state = mem(torch.randn(2, 6, 8))
+        for expected in (2, 3, None, 1, 2):
+            pending = state.fast.pending
+            assert (None if pending is None else pending.filled) == expected
+            assert pending is None or (pending.offset == expected).all()
+            _, state = mem(torch.randn(2, 1, 8), state)
+        _, ragged = mem(torch.randn(2, 3, 8), mask=torch.tensor([[True] * 3, [True, False, True]]))
+    assert ragged.fast.pending.filled is None

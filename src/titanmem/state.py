@@ -241,23 +241,36 @@ class PendingWrites(State):
 
     _lease: ClassVar[Lease | None] = None  # of the buffers, set by `claim`; no field, so that it is never saved
     _turn: ClassVar[int] = 0
+    _filled: ClassVar[int | None] = None  # `offset` of all rows, where it is known without asking the device
 
     def _leased(self, lease: Lease | None, turn: int) -> Self:
         object.__setattr__(self, "_lease", lease)
         object.__setattr__(self, "_turn", turn)
         return self
 
+    def known(self, filled: int | None) -> Self:
+        """The same, with `offset` as a plain number if all rows share it."""
+        object.__setattr__(self, "_filled", filled)
+        return self
+
+    @property
+    def filled(self) -> int | None:
+        """`offset` of all rows, None if they may differ or only the device knows."""
+        return self._filled
+
     def claim(self) -> PendingWrites:
         """These writes in buffers whose next slots the caller may write: handed over the first time, else copies."""
         if self._lease is not None and self._lease.take(self._turn):
-            return replace(self)._leased(self._lease, self._turn + 1)
+            return replace(self)._leased(self._lease, self._turn + 1).known(self._filled)
         held = self.tidy()
         inputs, errors = (tuple(x.clone() for x in xs) for xs in (held.inputs, held.errors))
-        return PendingWrites(inputs, errors, self.mix, self.offset)._leased(Lease(), 0)
+        return PendingWrites(inputs, errors, self.mix, self.offset)._leased(Lease(), 0).known(self._filled)
 
-    def advanced(self, mix: tuple[Tensor, ...], offset: Tensor) -> PendingWrites:
-        """After the claimed slots were written."""
-        return PendingWrites(self.inputs, self.errors, mix, offset)._leased(self._lease, self._turn)
+    def advanced(self, mix: tuple[Tensor, ...]) -> PendingWrites:
+        """After the claimed slots were written: one token further."""
+        filled = None if self._filled is None else self._filled + 1
+        new = PendingWrites(self.inputs, self.errors, mix, self.offset + 1)
+        return new._leased(self._lease, self._turn).known(filled)
 
     def tidy(self, close: bool = False) -> PendingWrites:
         """The same writes in buffers whose other slots are 0. `close`: and which nobody extends any more."""
@@ -268,7 +281,7 @@ class PendingWrites(State):
         slots = torch.arange(self.inputs[0].shape[2], device=self.offset.device)
         taken = (slots < self.offset.unsqueeze(1))[:, None, :, None]
         inputs, errors = (tuple(torch.where(taken, x, 0) for x in xs) for xs in (self.inputs, self.errors))
-        return PendingWrites(inputs, errors, self.mix, self.offset)
+        return PendingWrites(inputs, errors, self.mix, self.offset).known(self._filled)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         return State.tensors(self.tidy())
@@ -293,7 +306,7 @@ class PendingWrites(State):
             row[..., 1, 1] = 1
             mix.append(row)
         offset = torch.zeros(weight[0].shape[0], dtype=torch.int64, device=weight[0].device)
-        return PendingWrites(tuple(inputs), tuple(errors), tuple(mix), offset)
+        return PendingWrites(tuple(inputs), tuple(errors), tuple(mix), offset).known(0)
 
 
 @dataclass(frozen=True)

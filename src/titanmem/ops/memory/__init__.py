@@ -102,7 +102,11 @@ def memory(
     call, graded = _flat_call(q, k, v, gates, fast, gain, chunk_len, residual, clip, lengths, starts, fresh)
     form = "triton" if choice == "triton" and fast.pending is None else "chunked"
     with torch.autocast(q.device.type, enabled=False):  # precision is the operation's own business
-        return _scan(call, graded, gates, len(fast.start_weight), pends, form)
+        y, new = _scan(call, graded, gates, len(fast.start_weight), pends, form)
+    before = 0 if fast.pending is None else fast.pending.filled
+    if new.pending is not None and lengths is None and starts is None and before is not None:
+        new.pending.known((before + q.shape[1]) % chunk_len)
+    return y, new
 
 
 def _in_two(
@@ -131,6 +135,8 @@ def _at_border(fast: FastWeights) -> bool:
     """Whether a state spells out an unfinished chunk that no row has begun."""
     if fast.pending is None or torch.compiler.is_compiling():
         return False
+    if fast.pending.filled is not None:
+        return fast.pending.filled == 0
     return not bool(fast.pending.offset.any())
 
 

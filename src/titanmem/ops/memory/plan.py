@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 
 @dataclass
@@ -175,8 +176,21 @@ def _plan_grid(tokens: int, chunk_len: int, count: int, before: Tensor, lengths:
     )
 
 
+_looked: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # all layers of a model ask about the same tensor
+
+
 def on_borders(starts: Tensor, length: int) -> bool:
-    """Whether documents begin on multiples of `length` only."""
+    """Whether documents begin on multiples of `length` only. The answer is kept: asking a GPU means waiting for it."""
+    if torch.compiler.is_compiling():
+        return _on_borders(starts, length)
+    known: dict[tuple[int, int], bool] = _looked.setdefault(starts, {})
+    key = (length, starts._version)
+    if key not in known:
+        known[key] = _on_borders(starts, length)
+    return known[key]
+
+
+def _on_borders(starts: Tensor, length: int) -> bool:
     columns = torch.arange(starts.shape[1], device=starts.device) % length == 0
     return not bool((starts & ~columns).any())
 
@@ -268,6 +282,8 @@ def count_chunks(
         return whole
     if tokens == 1:
         return 1
+    if not static and offset is None and starts is not None and on_borders(starts, chunk_len):
+        return whole
     if static:
         return whole if offset is None else -(-(tokens + chunk_len - 1) // chunk_len)
     if starts is None:

@@ -42,7 +42,7 @@ def memory_step(
         from titanmem.ops.memory.kernels.step import step_token
 
         out, mix = step_token(q, k, v, gates, weight, surprise, held, gain, residual, clip)
-        return out, _fold_full(replace(fast, pending=held.advanced(mix, held.offset + 1)), chunk_len)
+        return out, _fold_full(replace(fast, pending=held.advanced(mix)), chunk_len)
     all_inputs, all_errors = ([x.flatten(0, 1) for x in xs] for xs in (held.inputs, held.errors))
     key, query, value = (x.reshape(rows, 1, width).to(dtype) for x in (k, q, v))
     scale = None if gain is None else (gain if batch == 1 else gain.repeat(batch, 1)).to(dtype).unsqueeze(1)
@@ -69,7 +69,7 @@ def memory_step(
     out = (query + y if residual else y).view(batch, 1, heads, width).to(q.dtype)
 
     mix = torch.stack([read, hold], 3).view(len(weight), batch, heads, 2, -1).unbind(0)
-    return out, _fold_full(replace(fast, pending=held.advanced(mix, held.offset + 1)), chunk_len)
+    return out, _fold_full(replace(fast, pending=held.advanced(mix)), chunk_len)
 
 
 def _write(
@@ -125,6 +125,8 @@ def _coefficients(
 def _fold_full(fast: FastWeights, chunk_len: int) -> FastWeights:
     """Settle the rows whose chunk is full."""
     assert fast.pending is not None
+    if fast.pending.filled is not None:
+        return fast.settle() if fast.pending.filled == chunk_len else fast
     full = fast.pending.offset == chunk_len
     done = int(full.sum())
     if done == 0:

@@ -73,8 +73,10 @@ def first_piece(q: Tensor, fast: FastWeights, starts: Tensor | None, chunk_len: 
     if torch.compiler.is_compiling() or starts is not None:
         return None
     if fast.pending is not None:
-        offset = fast.pending.offset
-        left = chunk_len - int(offset[0])
-        return left if left < tokens and bool((offset == offset[0]).all()) else None
+        filled = fast.pending.filled
+        if filled is None:
+            offset = fast.pending.offset
+            filled = int(offset[0]) if bool((offset == offset[0]).all()) else None
+        return None if filled is None or chunk_len - filled >= tokens else chunk_len - filled
     most = MOST_CHUNKS * chunk_len
     return most if tokens > most and not torch.is_grad_enabled() else None
