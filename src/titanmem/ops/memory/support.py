@@ -23,13 +23,15 @@ def interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
-@cache
 def machine() -> str | None:
     """Why this machine cannot run the kernels; None if it can."""
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
-    if interpreted():
-        return None
+    return None if interpreted() else _gpu()
+
+
+@cache
+def _gpu() -> str | None:
     if not torch.cuda.is_available():
         return "there is no GPU"
     if torch.version.hip is not None or torch.cuda.get_device_capability() < (8, 0):

@@ -1,0 +1,82 @@
+"""Timing that can be trusted: warmed up, interleaved, medians with quartiles, on the device's own clock."""
+
+from __future__ import annotations
+
+import importlib.util
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import version
+
+import torch
+
+Work = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Milliseconds: the median of the repeats, and the quartiles around it."""
+
+    median: float
+    low: float
+    high: float
+
+    @staticmethod
+    def of(times: list[float]) -> Timing:
+        if len(times) < 2:
+            return Timing(times[0], times[0], times[0])
+        low, middle, high = statistics.quantiles(times, n=4, method="inclusive")
+        return Timing(middle, low, high)
+
+
+def once(work: Work, device: torch.device) -> float:
+    """Milliseconds of one run."""
+    if device.type != "cuda":
+        begin = time.perf_counter()
+        work()
+        return 1e3 * (time.perf_counter() - begin)
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    work()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end))
+
+
+def interleaved(works: dict[str, Work], device: torch.device, repeats: int, warmup: int = 2) -> dict[str, Timing]:
+    """Every work in turn, `repeats` times, so that a change of the machine's mood meets all of them."""
+    times: dict[str, list[float]] = {name: [] for name in works}
+    for work in works.values():
+        for _ in range(warmup):
+            work()
+    for _ in range(repeats):
+        for name, work in works.items():
+            times[name].append(once(work, device))
+    return {name: Timing.of(found) for name, found in times.items()}
+
+
+def peak_gib(work: Work, device: torch.device) -> float | None:
+    """Peak memory of one run beyond what is held already; None on a CPU, which does not say."""
+    if device.type != "cuda":
+        return None
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    work()
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - before) / 2**30
+
+
+def machine() -> dict[str, str]:
+    """What the numbers were measured on."""
+    found = {"python": platform.python_version(), "torch": torch.__version__}
+    for package in ("triton", "flash-linear-attention", "titans-pytorch"):
+        if importlib.util.find_spec({"flash-linear-attention": "fla"}.get(package, package.replace("-", "_"))):
+            try:
+                found[package] = version(package)
+            except ModuleNotFoundError:
+                found[package] = "from source"
+    found["device"] = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor()
+    return found

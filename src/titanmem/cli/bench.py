@@ -1,0 +1,118 @@
+"""`titanmem bench ops | train | decode | stream | peers`: how fast it is, beside its peers."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    verbs = parser.add_subparsers(dest="what", required=True, metavar="WHAT")
+    about = {
+        "ops": "the memory operation in all its forms, beside other libraries' operations",
+        "train": "training steps of whole models: tokens/s and memory against length",
+        "decode": "time per token and size of the state after long contexts",
+        "stream": "a stream read in pieces: speed and memory as it goes on",
+        "peers": "which other libraries are measured beside it, and what they compute",
+    }
+    for name, summary in about.items():
+        verb = verbs.add_parser(name, help=summary, description=summary)
+        verb.add_argument("--device", default=None, help="cpu or cuda (default: cuda if there is one)")
+        verb.add_argument("--repeats", type=int, default=10)
+        verb.add_argument(
+            "--size", default=None, help="of the models: tiny, 170m, 340m, … (default: 340m, tiny on a CPU)"
+        )
+        verb.add_argument("--tokens", type=int, default=None, help="most tokens of a row, a context or the stream")
+        verb.add_argument("--kernels", action="store_true", help="whole models with the kernels")
+        verb.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder for JSON and pictures")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    import torch
+    from tqdm import tqdm
+
+    import titanmem
+    from titanmem.bench import peers, report
+
+    if arguments.what == "peers":
+        there = [peer.name for peer in peers.operations()]
+        rows = [{**vars(peer), "runs": "yes" if peer.name in there else "not installed here"} for peer in peers.ALL]
+        print(report.table(rows, {"name": "peer", "pinned": "version", "runs": "runs here", "note": "what it is"}))
+        return 0
+    device = torch.device(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    size = arguments.size or ("340m" if device.type == "cuda" else "tiny")
+    forms: dict[str, str] = {"memory": "triton", "streams": "triton"} if arguments.kernels else {}
+    with titanmem.backend(**forms):
+        records = list(tqdm(_RUN[arguments.what](arguments, device, size), unit="result", leave=False))
+    file = report.save(records, arguments.what, arguments.out)
+    print(report.table(records, _COLUMNS[arguments.what]))
+    print(f"\nwritten to {file}", end="")
+    if arguments.what in _PICTURES:
+        x, lines = _PICTURES[arguments.what]
+        report.draw(records, x, lines, file.with_suffix(".png"))
+        print(f" and {file.with_suffix('.png')}", end="")
+    print()
+    return 0
+
+
+def _ops(arguments: argparse.Namespace, device: Any, size: str) -> Iterator[dict[str, Any]]:
+    from titanmem.bench.ops import MemoryCase, bench_ops
+
+    if device.type == "cuda":
+        tokens = arguments.tokens or 4096
+        cases = [MemoryCase(8, tokens, hidden=hidden) for hidden in (64, 128, 256)]
+        cases.append(MemoryCase(8, tokens, hidden=256, chunk=128))
+    else:
+        cases = [MemoryCase(1, arguments.tokens or 1024, heads=4, hidden=hidden) for hidden in (64, 256)]
+    return bench_ops(cases, device, arguments.repeats)
+
+
+def _train(arguments: argparse.Namespace, device: Any, size: str) -> Iterator[dict[str, Any]]:
+    from titanmem.bench.models import bench_train
+    from titanmem.blocks import BLOCKS
+
+    most = arguments.tokens or (32_768 if device.type == "cuda" else 512)
+    total = most if device.type == "cuda" else 1024
+    lengths = [length for length in (256, 512, 2048, 4096, 8192, 16_384, 32_768) if length <= most]
+    shapes = [(total // length, length) for length in (lengths[-5:] if device.type == "cuda" else lengths)]
+    return bench_train([f"{block}-{size}" for block in BLOCKS], shapes, device, arguments.repeats)
+
+
+def _decode(arguments: argparse.Namespace, device: Any, size: str) -> Iterator[dict[str, Any]]:
+    from titanmem.bench.models import bench_decode
+
+    most = arguments.tokens or (1_048_576 if device.type == "cuda" else 4096)
+    contexts = [context for context in (64, 1024, 4096, 16_384, 65_536, 262_144, 1_048_576) if context <= most]
+    return bench_decode(
+        [f"{block}-{size}" for block in ("mac", "mag", "mal", "lmm")], contexts, device, arguments.repeats
+    )
+
+
+def _stream(arguments: argparse.Namespace, device: Any, size: str) -> Iterator[dict[str, Any]]:
+    from titanmem.bench.models import bench_stream
+
+    piece = 65_536 if device.type == "cuda" else 2048
+    tokens = arguments.tokens or (2_097_152 if device.type == "cuda" else 16_384)
+    return bench_stream(f"mac-{size}", tokens, piece, device)
+
+
+_RUN = {"ops": _ops, "train": _train, "decode": _decode, "stream": _stream}
+_COLUMNS = {
+    "ops": {
+        "case": "case", "name": "operation", "forward_ms.median": "forward ms", "both_ms.median": "with backward ms",
+        "peak_gib": "GiB", "of_floor": "of the floor", "note": "",
+    },
+    "train": {
+        "name": "model", "rows": "rows", "length": "length", "tokens_per_s": "tokens/s", "peak_gib": "GiB",
+        "mfu": "MFU",
+    },
+    "decode": {"name": "model", "context": "context", "token_ms.median": "ms a token", "state_mib": "state MiB"},
+    "stream": {"name": "model", "read": "tokens read", "tokens_per_s": "tokens/s", "peak_gib": "GiB"},
+}  # fmt: skip
+_PICTURES: dict[str, tuple[str, dict[str, str]]] = {
+    "train": ("length", {"tokens_per_s": "tokens per second", "peak_gib": "peak memory, GiB"}),
+    "decode": ("context", {"token_ms": "milliseconds per token", "state_mib": "state, MiB"}),
+    "stream": ("read", {"tokens_per_s": "tokens per second", "peak_gib": "peak memory, GiB"}),
+}
