@@ -12,10 +12,11 @@ import torch
 
 import titanmem
 from support import Problem, make_problem, solve
+from titanmem.ops.backend import machine
 from titanmem.ops.memory import Gates, memory, support
 from titanmem.state import FastWeights
 
-pytestmark = pytest.mark.skipif(support.machine() is not None, reason=str(support.machine()))
+pytestmark = pytest.mark.skipif(machine() is not None, reason=str(machine()))
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 

@@ -7,12 +7,12 @@ import torch
 
 import titanmem
 from support import assert_close
+from titanmem.ops.backend import machine
 from titanmem.ops.layout import Layout
-from titanmem.ops.memory import support
 from titanmem.ops.streams import conv_streams
 from titanmem.state import ConvState
 
-pytestmark = pytest.mark.skipif(support.machine() is not None, reason=str(support.machine()))
+pytestmark = pytest.mark.skipif(machine() is not None, reason=str(machine()))
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 

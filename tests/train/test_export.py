@@ -42,7 +42,7 @@ def test_an_export_replaces_an_earlier_one_and_nothing_else(run, tmp_path, capsy
 def test_runs_are_drawn_into_one_picture_and_one_page(run, tmp_path):
     assert main(["plot", str(run), str(run), "--out", str(tmp_path / "both.png")]) == 0
     assert (tmp_path / "both.png").read_bytes()[:4] == b"\x89PNG"
-    assert main(["plot", str(run), "--out", str(tmp_path / "run.html")]) == 0
+    assert main(["plot", str(run), str(run), "--out", str(tmp_path / "run.html")]) == 0
     page = (tmp_path / "run.html").read_text()
     assert page.count("data:image/png;base64,") == 2
     assert "a sample at step 4" in page

@@ -14,6 +14,7 @@ from runs import assert_same_weights, golden_losses, losses_of, losses_of_ranks,
 
 from titanmem.data.prepare import prepare
 from titanmem.train import loop
+from titanmem.train.config import TrainConfig
 from titanmem.train.export import export
 from titanmem.train.loop import TrainingError, train
 from titanmem.train.metrics import read_metrics
@@ -191,3 +192,15 @@ def test_a_run_starts_from_an_exported_model(corpus, tmp_path):
     assert tuned[0] < fresh[0]
     with pytest.raises(ValueError, match="mlp_width=64 there, 32 here"):
         losses_of(small_config(corpus, init=str(tmp_path / "model"), **{"model.mlp_width": 32}), tmp_path / "other")
+
+
+def test_a_runs_folder_holds_what_it_is_and_what_it_did(corpus, tmp_path):
+    train(small_config(corpus, steps=2, eval_every=2, log_every=1), tmp_path)
+    assert TrainConfig.read(tmp_path / "config.json").steps == 2
+    assert {"titanmem", "commit", "torch"} <= set(json.loads((tmp_path / "provenance.jsonl").read_text()))
+    *steps, last = read_metrics(tmp_path / "metrics.jsonl")
+    assert all({"loss", "grad_norm", "lr", "tokens_per_s", "mfu", "memory_gib"} <= set(line) for line in steps)
+    assert [p["to"] for p in last["by_position"]] == [64, 128]
+    assert set(last["memory"]["layer_0"]) == {"surprise", "weight_norm", "step", "momentum", "forget"}
+    assert set(read_metrics(tmp_path / "samples.jsonl")[0]) == {"step", "prompt", "text"}
+    assert any((tmp_path / "tensorboard").iterdir())

@@ -14,10 +14,11 @@ from torch import Tensor
 import titanmem
 from titanmem.bench import peers
 from titanmem.bench.timing import Work, interleaved, peak_gib
+from titanmem.ops import backend
 from titanmem.ops.memory import Gates, memory, support
 from titanmem.state import FastWeights
 
-PEAK = 790e12  # FLOP/s of a large bf16 product, measured on an H200
+PEAK = 790e12  # FLOP/s: about what a large bf16 product reaches on an H200
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,7 @@ class MemoryProblem:
 
 def low_dtype() -> torch.dtype:
     """bf16, but float16 in Triton's interpreter, which multiplies no bf16."""
-    return torch.float16 if support.interpreted() else torch.bfloat16
+    return torch.float16 if backend.interpreted() else torch.bfloat16
 
 
 def errors(problem: MemoryProblem, dtype: torch.dtype, form: str, exact: list[Tensor]) -> list[float]:

@@ -15,8 +15,7 @@ def run(arguments: argparse.Namespace) -> int:
     import torch
 
     import titanmem
-    from titanmem.ops.backend import explain, forms
-    from titanmem.ops.memory import support
+    from titanmem.ops.backend import explain, forms, machine
 
     def line(name: str, value: object) -> None:
         print(f"  {name:<14} {value}")
@@ -43,6 +42,6 @@ def run(arguments: argparse.Namespace) -> int:
         for other, about_form in forms(operation).items():
             if other != form:
                 line("", f"also {other}: {about_form}")
-    trouble = support.machine()
+    trouble = machine()
     line("kernels", f"cannot run here: {trouble}" if trouble else 'can run here: titanmem.backend(memory="triton")')
     return 0

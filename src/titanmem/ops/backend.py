@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
+
+import torch
 
 _FORMS: dict[str, dict[str, str]] = {
     "memory": {
@@ -23,6 +28,27 @@ _FORMS: dict[str, dict[str, str]] = {
 }
 
 _asked: dict[str, str] = {}  # a plain dict: torch.compile guards on its content
+
+
+def interpreted() -> bool:
+    """Whether kernels run in Triton's interpreter, on the CPU."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def machine() -> str | None:
+    """Why this machine cannot run the kernels; None if it can."""
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    return None if interpreted() else _gpu()
+
+
+@cache
+def _gpu() -> str | None:
+    if not torch.cuda.is_available():
+        return "there is no GPU"
+    if torch.version.hip is not None or torch.cuda.get_device_capability() < (8, 0):
+        return f"{torch.cuda.get_device_name()} is not an NVIDIA GPU of compute capability 8.0 or later"
+    return None
 
 
 def forms(operation: str) -> dict[str, str]:

@@ -24,10 +24,8 @@ def training_bytes(config: TrainConfig, ranks: int) -> tuple[int, int]:
     layers = [_block_bytes(config.model, name, rows, config.data.length, width) for name in config.model.blocks]
     stream = tokens * config.model.dim * width
     saved = max(layers) + stream * len(layers) if config.parallel.recompute else sum(layers)
-    head = (
-        config.model.vocab_size * config.model.dim * FLOAT + 3 * MOST * FLOAT
-    )  # its gradient, and a part of the logits
-    return fixed, saved + head
+    head = config.model.vocab_size * config.model.dim + 3 * MOST  # its gradient, and a part of the logits
+    return fixed, saved + FLOAT * head
 
 
 def _block_bytes(model: TitansConfig, name: str, rows: int, length: int, width: int) -> int:

@@ -142,6 +142,7 @@ def _encode(figure: Any) -> str:
 
 def plot_runs(folders: Sequence[Path], out: Path) -> None:
     """Draw runs into a .png, or a .html page that also has the memory's numbers and the last sample."""
+    folders = list(dict.fromkeys(folders))
     runs = load_runs(folders)
     losses = loss_figure(runs)
     if out.suffix == ".png":

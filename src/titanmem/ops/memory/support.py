@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import logging
-import os
 from collections.abc import Sequence
 from functools import cache
 
 import torch
 from torch import Tensor
 
+from titanmem.ops import backend
 from titanmem.state import FastWeights
 
 MOST_CHUNKS = 512  # of one launch without gradients: the states of all of them are written out
@@ -18,33 +17,12 @@ WIDEST = 128  # of a head
 HIDDEN = 1024
 
 
-def interpreted() -> bool:
-    """Whether kernels run in Triton's interpreter, on the CPU."""
-    return os.environ.get("TRITON_INTERPRET") == "1"
-
-
-def machine() -> str | None:
-    """Why this machine cannot run the kernels; None if it can."""
-    if importlib.util.find_spec("triton") is None:
-        return "Triton is not installed"
-    return None if interpreted() else _gpu()
-
-
-@cache
-def _gpu() -> str | None:
-    if not torch.cuda.is_available():
-        return "there is no GPU"
-    if torch.version.hip is not None or torch.cuda.get_device_capability() < (8, 0):
-        return f"{torch.cuda.get_device_name()} is not an NVIDIA GPU of compute capability 8.0 or later"
-    return None
-
-
 def why_not(q: Tensor, channels: bool, weight: Sequence[Tensor], chunk_len: int) -> str | None:
     """Why a call has to take the chunked form; None if the kernels can run it."""
-    trouble = machine()
+    trouble = backend.machine()
     if trouble is not None:
         return trouble
-    if not (q.is_cuda or interpreted()):
+    if not (q.is_cuda or backend.interpreted()):
         return f"the tensors are on {q.device}"
     if len(weight) > 2:
         return f"the memory has {len(weight)} matrices, the kernels know one and two"

@@ -16,7 +16,6 @@ from torch.nn.functional import silu
 from titanmem.ops import backend
 from titanmem.ops.conv import causal_conv, new_tail
 from titanmem.ops.layout import Layout
-from titanmem.ops.memory import support
 from titanmem.state import ConvState
 
 __all__ = ["conv_streams", "unit_rows"]
@@ -60,4 +59,4 @@ def conv_streams(
 def _kernels_fit(x: Tensor, width: int) -> bool:
     if backend.choose("streams") != "triton" or x.shape[1] == 1 or width > 256 or x.dtype == torch.float64:
         return False
-    return support.machine() is None and (x.is_cuda or support.interpreted())
+    return backend.machine() is None and (x.is_cuda or backend.interpreted())

@@ -1,5 +1,5 @@
-"""Warps and pipeline stages of every kernel, chosen by measuring (`python benchmarks/kernels.py --tune`), so that no
-user's first step waits for a search. `using` tries others."""
+"""Warps and pipeline stages of every kernel, fixed so that no user's first step waits for a search. These are guesses
+from the compiler's register counts; `python benchmarks/kernels.py tune` measures others on a GPU with `using`."""
 
 from __future__ import annotations
 
