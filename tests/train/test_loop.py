@@ -201,6 +201,7 @@ def test_a_runs_folder_holds_what_it_is_and_what_it_did(corpus, tmp_path):
     *steps, last = read_metrics(tmp_path / "metrics.jsonl")
     assert all({"loss", "grad_norm", "lr", "tokens_per_s", "mfu", "memory_gib"} <= set(line) for line in steps)
     assert [p["to"] for p in last["by_position"]] == [64, 128]
-    assert set(last["memory"]["layer_0"]) == {"surprise", "weight_norm", "step", "momentum", "forget"}
+    numbers = {"loss", "surprise", "change", "weight_norm", "step", "momentum", "forget"}
+    assert set(last["memory"]["layer_0"]) == numbers
     assert set(read_metrics(tmp_path / "samples.jsonl")[0]) == {"step", "prompt", "text"}
     assert any((tmp_path / "tensorboard").iterdir())
