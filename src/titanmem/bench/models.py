@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from titanmem.bench import peers
-from titanmem.bench.timing import Timing, Work, interleaved, once, peak_gib
+from titanmem.bench.timing import Work, interleaved, peak_gib
 from titanmem.models.cost import flops_per_token, parameters
 from titanmem.models.language import TitansConfig, TitansLM
 from titanmem.train.config import OptimConfig
@@ -85,8 +85,8 @@ def bench_decode(
                 read += ids.shape[1]
             token = torch.randint(0, config.vocab_size, (1, 1), device=device)
             step = DecodeStep(model, token, state)
-            times = [once(step, device) for _ in range(repeats + 4)]
-            timing, weight = Timing.of(times[4:]), step.state.nbytes
+            timing = interleaved({"": step}, device, repeats, warmup=4)[""]
+            weight = step.state.nbytes
             yield {"name": name, "context": context, "token_ms": asdict(timing), "state_mib": weight / 2**20}
 
 

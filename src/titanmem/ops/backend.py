@@ -51,6 +51,13 @@ def _gpu() -> str | None:
     return None
 
 
+@cache
+def hopper() -> bool:
+    """Whether the kernels for Hopper GPUs can run: the GPU is one and Triton has Gluon."""
+    gluon = importlib.util.find_spec("triton.experimental.gluon")
+    return _gpu() is None and torch.cuda.get_device_capability() == (9, 0) and gluon is not None
+
+
 def forms(operation: str) -> dict[str, str]:
     """The forms of an operation and what each is."""
     return dict(_FORMS[operation])

@@ -199,7 +199,11 @@ def _scan(
             y, after, _ = chunked.scan_forward(scan, carry, keep=False)
         out = custom_op.close_scan(scan, y, after, carry.old, call[0].dtype)
     else:
-        out = custom_op.memory_scan(*call, keep=graded, form=form)
+        full: Any = (*call, graded, form)
+        if torch.compiler.is_compiling():
+            out = custom_op.memory_scan(*full)
+        else:
+            out = custom_op.EagerScan.run(*full) if graded else custom_op.scan(*full)
     y, rest = out[0], out[1:]
     weight, surprise, rest = tuple(rest[:depth]), tuple(rest[depth : 2 * depth]), rest[2 * depth :]
     if not pends:

@@ -12,10 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from titanmem.ops.memory.chunk import Pending
 from titanmem.ops.memory.chunked import Carry, Scan, ScanGrads, group_len, scan_backward, scan_forward
 from titanmem.ops.memory.plan import Plan, make_plan, on_borders
+from titanmem.ops.memory.support import whole_tiles
 
 
 def flatten_heads(xs: list[Tensor]) -> list[Tensor]:
@@ -72,8 +74,7 @@ def close_scan(scan: Scan, y: Tensor, carry: Carry, old: Pending | None, dtype: 
     return out
 
 
-@torch.library.custom_op("titanmem::memory_scan", mutates_args=())
-def memory_scan(
+def scan(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -96,15 +97,22 @@ def memory_scan(
         from titanmem.ops.memory.kernels import launch
 
         call = launch.Call(q, k, v, gates, state, fresh, gain, lengths, starts, chunk_len, residual, clip)
+        if whole_tiles(q, state, chunk_len, lengths, starts):
+            from titanmem.ops.memory.kernels import hopper_launch
+
+            return hopper_launch.forward(call, keep)
         return launch.forward(call, leaves_pending(q.shape[1], chunk_len, offset, lengths, starts))
-    scan, carry = open_scan(
+    laid, carry = open_scan(
         q, k, v, gates, state, pending, offset, fresh, gain, lengths, starts, count, chunk_len, residual, clip
     )
     keep = keep and form == "chunked"
-    y, after, kept = scan_forward(scan, carry, keep)
+    y, after, kept = scan_forward(laid, carry, keep)
     given = {x.data_ptr() for x in [*state, *pending, *([] if offset is None else [offset])]}
-    out = close_scan(scan, y, after, carry.old, q.dtype) + kept
+    out = close_scan(laid, y, after, carry.old, q.dtype) + kept
     return [x.clone() if x.data_ptr() in given else x.contiguous() for x in out]
+
+
+memory_scan = torch.library.custom_op("titanmem::memory_scan", scan, mutates_args=())
 
 
 @memory_scan.register_fake
@@ -139,6 +147,10 @@ def _(
     if keep and form == "chunked":
         groups = -(-count // group_len(count))
         out += [x.new_empty(groups - 1, batch * heads, x.shape[2], x.shape[3]) for x in state]
+    if keep and form == "triton" and whole_tiles(q, state, chunk_len, lengths, starts):
+        rows = batch * heads
+        out.append(q.new_empty(rows, tokens, 4 * chunk_len))
+        out += [state[0].new_empty(rows, count, 2, size, chunk_len) for size in (1, 2)]
     return out
 
 
@@ -158,8 +170,7 @@ def leaves_pending(
     return True
 
 
-@torch.library.custom_op("titanmem::memory_scan_backward", mutates_args=())
-def memory_scan_backward(
+def scan_grads(
     grad_y: Tensor,
     grad_state: list[Tensor],
     grad_pending: list[Tensor],
@@ -186,6 +197,10 @@ def memory_scan_backward(
         from titanmem.ops.memory.kernels import launch
 
         call = launch.Call(q, k, v, gates, state, fresh, gain, lengths, starts, chunk_len, residual, clip)
+        if whole_tiles(q, state, chunk_len, lengths, starts):
+            from titanmem.ops.memory.kernels import hopper_launch
+
+            return hopper_launch.backward(call, grad_y, grad_state, kept)
         return launch.backward(call, grad_y, grad_state, grad_pending)
     with torch.autocast(q.device.type, enabled=False):
         scan, carry = open_scan(
@@ -229,6 +244,9 @@ def _gradient_list(
     return [x.contiguous() for x in out]
 
 
+memory_scan_backward = torch.library.custom_op("titanmem::memory_scan_backward", scan_grads, mutates_args=())
+
+
 @memory_scan_backward.register_fake
 def _(
     grad_y: Tensor,
@@ -265,10 +283,10 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     kept = output[1 + len(state) + extra :]
     ctx.sizes = (len(gates), len(state), len(pending), len(fresh), len(kept), extra)
     ctx.save_for_backward(q, k, v, offset, gain, lengths, starts, *gates, *state, *pending, *fresh, *kept)
-    ctx.set_materialize_grads(True)
+    ctx.set_materialize_grads(False)
 
 
-def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
+def _backward(ctx: Any, grads: list[Tensor | None], run: Any = memory_scan_backward) -> tuple[Any, ...]:
     q, k, v, offset, gain, lengths, starts, *rest = ctx.saved_tensors
     parts, at = [], 0
     *sizes, extra = ctx.sizes
@@ -284,7 +302,7 @@ def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     grad_state = [torch.zeros_like(s) if g is None else g for g, s in zip(grad_state, state, strict=True)]
     if any(g is None for g in grad_pending):
         grad_pending = []
-    out = memory_scan_backward(
+    out = run(
         grad_y, grad_state, list(grad_pending), kept, q, k, v, gates, state, pending, offset, fresh, gain,
         lengths, starts, *ctx.static,
     )  # fmt: skip
@@ -297,3 +315,28 @@ def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
 
 
 memory_scan.register_autograd(_backward, setup_context=_setup)
+
+
+class EagerScan(torch.autograd.Function):
+    """The same node without the operator's dispatch, which costs the host more than a small call costs the device."""
+
+    @staticmethod
+    def run(*call: Any) -> list[Tensor]:
+        """`memory_scan(*call)`; autograd sees tensors only outside of lists."""
+        spread = [x for part in call for x in (part if isinstance(part, list) else [part])]
+        sizes = [len(part) if isinstance(part, list) else None for part in call]
+        return list(EagerScan.apply(sizes, *spread))
+
+    @staticmethod
+    def forward(ctx: Any, sizes: list[int | None], *spread: Any) -> tuple[Tensor, ...]:
+        rest = iter(spread)
+        call: list[Any] = [next(rest) if size is None else list(islice(rest, size)) for size in sizes]
+        out = scan(*call)
+        _setup(ctx, tuple(call), out)
+        return tuple(out)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        found = _backward(ctx, list(grads), scan_grads)
+        return (None, *(x for part in found for x in (part if isinstance(part, list) else [part])))

@@ -39,6 +39,15 @@ def why_not(q: Tensor, channels: bool, weight: Sequence[Tensor], chunk_len: int)
     return None
 
 
+def whole_tiles(
+    q: Tensor, state: Sequence[Tensor], chunk_len: int, lengths: Tensor | None, starts: Tensor | None
+) -> bool:
+    """Whether a call of the kernels is the case that the Hopper kernels are made for."""
+    plain = lengths is None and starts is None and q.shape[1] % chunk_len == 0
+    square = len(state) == 4 and {chunk_len, q.shape[-1], state[0].shape[-1]} == {64}
+    return plain and square and q.dtype == torch.bfloat16 and q.is_cuda and backend.hopper()
+
+
 @cache
 def say_once(why: str) -> None:
     """One log line for every reason."""

@@ -56,12 +56,13 @@ def gate_rows(
 
 @triton.jit
 def gate_rows_backward(
-    momentum, forget, lengths, blend, carry_to, shares, step, grad_blend, grad_shares, grad_momentum, grad_forget,
+    momentum, forget, lengths, blend, carry_to, shares, step, grad_blend, grad_shares, grad_ends,
+    grad_momentum, grad_forget,
     tokens, heads, count,
     DEPTH: tl.constexpr, CHUNK: tl.constexpr, PAIRS: tl.constexpr, RAGGED: tl.constexpr,
 ):  # fmt: skip
-    """From the gradients of G = blend · diag(step) [N, count, L, C, C] and of shares [N, count, L, 5, C] (β, f, the
-    last m in slot 0 of the third row, the last rows of N · diag(step) and of G) to those of momentum and forget.
+    """From the gradients of G = blend · diag(step) [N, count, L, C, C], of shares [N, count, L, 5, C] (β, f, nothing,
+    the last rows of N · diag(step) and of G) and of the last β, f and m [N, count, L, 3] to those of the gates.
 
     step [N, count, L, C] is clipped."""
     chunk, batch = tl.program_id(0), tl.program_id(1)
@@ -76,9 +77,9 @@ def gate_rows_backward(
 
     total_written = tl.load(grad_shares + (vectors + 4 * CHUNK)[:, None] + column, mask=inside[:, None], other=0.0)  # λ
     total_carried = tl.load(grad_shares + (vectors + 3 * CHUNK)[:, None] + column, mask=inside[:, None], other=0.0)
-    total_share = tl.zeros([PAIRS], tl.float32)  # x
-    total_drift = tl.zeros([PAIRS], tl.float32)  # z
-    total_carry = tl.load(grad_shares + vectors + 2 * CHUNK, mask=inside, other=0.0)  # w
+    total_share = tl.load(grad_ends + place * 3, mask=inside, other=0.0)  # x
+    total_drift = tl.load(grad_ends + place * 3 + 1, mask=inside, other=0.0)  # z
+    total_carry = tl.load(grad_ends + place * 3 + 2, mask=inside, other=0.0)  # w
     for back in range(CHUNK):
         t = CHUNK - 1 - back
         at = chunk * CHUNK + t

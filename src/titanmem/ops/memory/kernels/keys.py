@@ -204,7 +204,7 @@ def end_shares(shares, place, CHUNK: tl.constexpr):
 def write_chunks_backward(
     q, k, gain, shares, steps, norms, lengths, resets, at_w1, at_s1, at_w2, at_s2, x2, d1, d2,
     slopes, bends, units, misses, inv_stds, q2, grad_1, grad_2, grad_x1, grad_x2, grad_d1, grad_d2,
-    grad_steps, grad_shares,
+    grad_steps, grad_shares, grad_ends,
     grad_w1, grad_s1, grad_w2, grad_s2, fresh_w1, fresh_s1, fresh_w2, fresh_s2,
     grad_k, grad_v, grad_gain, part_e, part_z1, part_z2,
     tokens, heads, count, clip,
@@ -216,8 +216,8 @@ def write_chunks_backward(
 
     In: what the reads handed back (grad_x*, grad_d*, grad_steps, grad_shares; dY_l in grad_1, grad_2) and the gradients
     of the state after the call in grad_w*, grad_s*. Out: grad_k, grad_v, grad_steps of the unclipped steps, grad_shares
-    complete, grad_gain [N, D], the gradients of the state before the call in grad_w*, grad_s* and of the fresh state in
-    fresh_* [N, I, O]. part_* [N, C, ·] are scratch."""
+    complete, grad_ends of whole chunks, grad_gain [N, D], the gradients of the state before the call in grad_w*,
+    grad_s* and of the fresh state in fresh_* [N, I, O]. part_* [N, C, ·] are scratch."""
     row = tl.program_id(0).to(tl.int64)
     batch, head = row // heads, row % heads
     length = tl.load(lengths + batch) if RAGGED else tokens
@@ -400,7 +400,7 @@ def write_chunks_backward(
             tl.store(grad_w1 + f + down, grad_w)
             tl.store(grad_s1 + f + down, grad_s)
         if folds:
-            add_end_shares(grad_shares, place * DEPTH, to_share, to_drift, to_carry, CHUNK)
+            store_end_shares(grad_ends, place * DEPTH, to_share, to_drift, to_carry)
 
         if DEPTH == 2:
             share, drift, carry = end_shares(shares, place * 2 + 1, CHUNK)
@@ -439,7 +439,7 @@ def write_chunks_backward(
                 tl.store(grad_w2 + f * D + up, grad_w)
                 tl.store(grad_s2 + f * D + up, grad_s)
             if folds:
-                add_end_shares(grad_shares, place * 2 + 1, to_share, to_drift, to_carry, CHUNK)
+                store_end_shares(grad_ends, place * 2 + 1, to_share, to_drift, to_carry)
         tl.debug_barrier()
     if NORM:
         tl.store(grad_gain + row * D + wide, to_gain)
@@ -479,11 +479,10 @@ def clip_step_backward(
 
 
 @triton.jit
-def add_end_shares(grad_shares, place, to_share, to_drift, to_carry, CHUNK: tl.constexpr):
-    last = grad_shares + (place * 5 + 1) * CHUNK - 1
-    tl.store(last, tl.load(last) + to_share)
-    tl.store(last + CHUNK, tl.load(last + CHUNK) + to_drift)
-    tl.store(grad_shares + (place * 5 + 2) * CHUNK, to_carry)
+def store_end_shares(grad_ends, place, to_share, to_drift, to_carry):
+    tl.store(grad_ends + place * 3, to_share)
+    tl.store(grad_ends + place * 3 + 1, to_drift)
+    tl.store(grad_ends + place * 3 + 2, to_carry)
 
 
 @triton.jit

@@ -127,6 +127,11 @@ class Call:
         s = self.shape
         return self.q.new_empty(s.rows, s.count, s.depth, count, s.chunk, dtype=torch.float32)
 
+    def ends(self) -> Tensor:
+        """Room for the gradients of the last β, f and m of every chunk, zero where a chunk stays open."""
+        s = self.shape
+        return self.q.new_zeros(s.rows, s.count, s.depth, 3, dtype=torch.float32)
+
     @property
     def gate_grid(self) -> tuple[int, int, int]:
         s = self.shape
@@ -136,9 +141,8 @@ class Call:
         names = ("tokens", "heads", "count", "DEPTH", "CHUNK", "RAGGED")
         return {name: self.sizes[name] for name in names} | {"PAIRS": self.pairs}
 
-    def write(self, keep: bool) -> None:
-        """The gates' coefficients and the key side; `keep` also stores what the gates' backward pass needs."""
-        s = self.shape
+    def gate(self, keep: bool) -> None:
+        """The gates' coefficients; `keep` also stores what their backward pass needs."""
         self.blend = self.squares(self.q.dtype)
         self.carry_to = self.squares(self.q.dtype) if keep else None
         self.shares = self.vectors(5)
@@ -146,6 +150,10 @@ class Call:
             self.momentum, self.forget, self.lengths, self.blend, self.carry_to, self.shares,
             **self.gate_sizes(), KEEP=keep, **options("gate_rows"),
         )  # fmt: skip
+
+    def write(self, keep: bool) -> None:
+        """The key side; `keep` also stores what its backward pass needs."""
+        s = self.shape
         self.after = [x.flatten(0, 1).clone() for x in self.state]
         self.at = [x.new_empty(s.rows, s.count, *x.shape[1:], dtype=self.q.dtype) for x in self.after]
         inner = s.hidden if s.depth == 2 else s.width
@@ -246,6 +254,7 @@ def _four(xs: list[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 def forward(call: Call, pends: bool) -> list[Tensor]:
     """y, weights, surprises[, inputs, errors, mixes, offset]."""
+    call.gate(keep=False)
     call.write(keep=False)
     y = call.read(keep=False)[..., : call.given[0]].contiguous()
     return [y, *call.final(), *(call.pending() if pends else [])]
@@ -254,11 +263,12 @@ def forward(call: Call, pends: bool) -> list[Tensor]:
 def backward(call: Call, grad_y: Tensor, grad_state: list[Tensor], grad_pending: list[Tensor]) -> list[Tensor]:
     """Gradients of q, k, v, gates, state, fresh, gain, in this order."""
     s = call.shape
+    call.gate(keep=True)
     call.write(keep=True)
     call.read(keep=True)
     inner = s.hidden if s.depth == 2 else s.width
     grad_1, grad_2 = call.slots(inner), call.slots(s.width) if s.depth == 2 else call.d1
-    grad_blend, grad_shares = call.squares(torch.float32), call.vectors(5).zero_()
+    grad_blend, grad_shares, grad_ends = call.squares(torch.float32), call.vectors(5).zero_(), call.ends()
     grad_q = torch.empty_like(call.q)
     gain_parts = call.q.new_empty(s.rows, s.count * s.tiles, s.width, dtype=torch.float32)
     w1, w2, s1, s2 = _four(call.at)
@@ -282,7 +292,7 @@ def backward(call: Call, grad_y: Tensor, grad_state: list[Tensor], grad_pending:
     )  # fmt: skip
     if grad_pending:
         to_inputs, to_errors = ([grad_x1, grad_x2], [grad_d1, grad_d2]) if s.depth == 2 else ([grad_x1], [grad_d1])
-        _add_pending(call, grad_pending, to_inputs, to_errors, grad_shares)
+        _add_pending(call, grad_pending, to_inputs, to_errors, grad_shares, grad_ends)
 
     grad_after = [x.flatten(0, 1).float().clone() for x in call.pad_state(grad_state)]
     grad_fresh = [torch.zeros_like(x) for x in grad_after] if call.resets is not None else grad_after
@@ -294,14 +304,26 @@ def backward(call: Call, grad_y: Tensor, grad_state: list[Tensor], grad_pending:
     key_kernels.write_chunks_backward[(s.rows,)](
         call.q, call.k, call.gain, call.shares, call.steps, call.norms, call.lengths, call.resets,
         w1, s1, w2, s2, call.x2, call.d1, call.d2, *call.kept, call.q2, grad_1, grad_2,
-        grad_x1, grad_x2, grad_d1, grad_d2, grad_steps, grad_shares, gw1, gs1, gw2, gs2,
+        grad_x1, grad_x2, grad_d1, grad_d2, grad_steps, grad_shares, grad_ends, gw1, gs1, gw2, gs2,
         fw1, fs1, fw2, fs2, grad_k, grad_v, grad_gain, room[0], room[1], call.q.new_empty(s.rows, s.chunk, s.width),
         **call.sizes, **call.network, **call.writing, **options("write_chunks_backward"),
     )  # fmt: skip
+    width = call.given[0]
+    out = [x[..., :width].contiguous() for x in (grad_q, grad_k, grad_v)]
+    out += gates_backward(call, grad_blend, grad_shares, grad_ends, grad_steps)
+    into_fresh = [] if call.resets is None else [x.unflatten(0, (-1, s.heads)).sum(0) for x in grad_fresh]
+    return out + state_and_gain_grads(call, grad_after, gain_parts, grad_gain, into_fresh)
+
+
+def gates_backward(
+    call: Call, grad_blend: Tensor, grad_shares: Tensor, grad_ends: Tensor, grad_steps: Tensor
+) -> list[Tensor]:
+    """Gradients of step, momentum and forget of every matrix, [B, T, H, 1]."""
+    s = call.shape
     grad_momentum, grad_forget = torch.zeros_like(call.momentum), torch.zeros_like(call.forget)
     gate_kernels.gate_rows_backward[call.gate_grid](
         call.momentum, call.forget, call.lengths, call.blend, call.carry_to, call.shares, call.steps,
-        grad_blend, grad_shares, grad_momentum, grad_forget,
+        grad_blend, grad_shares, grad_ends, grad_momentum, grad_forget,
         **call.gate_sizes(), **options("gate_rows_backward"),
     )  # fmt: skip
     to_step = grad_steps[:, :, :, 0].unflatten(0, (-1, s.heads)).permute(0, 2, 4, 1, 3)
@@ -309,21 +331,31 @@ def backward(call: Call, grad_y: Tensor, grad_state: list[Tensor], grad_pending:
     if call.lengths is not None:
         real = torch.arange(s.tokens, device=to_step.device) < call.lengths.unsqueeze(1)
         to_step = torch.where(real[:, :, None, None], to_step, 0)
-    width = call.given[0]
-    out = [x[..., :width].contiguous() for x in (grad_q, grad_k, grad_v)]
-    for kind in (to_step, grad_momentum, grad_forget):
-        out += [x.contiguous() for x in kind.to(call.step.dtype).split(1, -1)]
-    out += call.trim_state([x.unflatten(0, (-1, s.heads)) for x in grad_after])
-    if call.resets is not None:
-        out += call.trim_state([x.unflatten(0, (-1, s.heads)).sum(0) for x in grad_fresh])
+    kinds = (to_step, grad_momentum, grad_forget)
+    return [x.contiguous() for kind in kinds for x in kind.to(call.step.dtype).split(1, -1)]
+
+
+def state_and_gain_grads(
+    call: Call, grad_after: list[Tensor], gain_parts: Tensor, grad_gain: Tensor, into_fresh: list[Tensor] | None = None
+) -> list[Tensor]:
+    """Gradients of the state, the fresh state and the gain, those that the call has."""
+    heads, width = call.shape.heads, call.given[0]
+    out = call.trim_state([x.unflatten(0, (-1, heads)) for x in grad_after])
+    if into_fresh:
+        out += call.trim_state(into_fresh)
     if call.gain is not None:
-        both = (gain_parts.sum(1) + grad_gain).unflatten(0, (-1, s.heads)).sum(0)
+        both = (gain_parts.sum(1) + grad_gain).unflatten(0, (-1, heads)).sum(0)
         out.append(both[:, :width].to(call.gain.dtype).contiguous())
     return out
 
 
 def _add_pending(
-    call: Call, grads: list[Tensor], to_inputs: list[Tensor], to_errors: list[Tensor], grad_shares: Tensor
+    call: Call,
+    grads: list[Tensor],
+    to_inputs: list[Tensor],
+    to_errors: list[Tensor],
+    grad_shares: Tensor,
+    grad_ends: Tensor,
 ) -> None:
     """Hand the gradients of what stays pending to the slots and coefficients it was made from."""
     s = call.shape
@@ -338,6 +370,6 @@ def _add_pending(
     mix = torch.stack([x.flatten(0, 1).float() for x in grads[2 * s.depth :]], 1)  # [N, L, 2, C + 2]
     mix = torch.where(keep[:, None, None, None], mix, 0)
     held = torch.zeros(s.rows, s.depth, 5, s.chunk, device=device)
-    held[:, :, 0, -1], held[:, :, 1, -1], held[:, :, 2, 0] = mix[:, :, 0, 0], mix[:, :, 0, 1], mix[:, :, 1, 1]
     held[:, :, 3], held[:, :, 4] = mix[:, :, 1, 2:], mix[:, :, 0, 2:]
     grad_shares[pick] += held
+    grad_ends[pick] = torch.stack([mix[:, :, 0, 0], mix[:, :, 0, 1], mix[:, :, 1, 1]], -1)
