@@ -41,7 +41,7 @@ def check_cases(cases: list[MemoryCase]) -> bool:
 
 
 def by_kernel(work: Callable[[], object], runs: int = 5) -> dict[str, float]:
-    """Milliseconds of every kernel in one run of `work`."""
+    """Milliseconds of every kernel in one run of `work`, those of torch together."""
     from torch.profiler import ProfilerActivity, profile
 
     work()
@@ -50,7 +50,11 @@ def by_kernel(work: Callable[[], object], runs: int = 5) -> dict[str, float]:
         for _ in range(runs):
             work()
         torch.cuda.synchronize()
-    found = {e.key: e.device_time_total / runs / 1e3 for e in seen.key_averages() if e.device_time_total}
+    found: dict[str, float] = {}
+    for event in seen.key_averages():
+        if event.device_time_total:
+            name = event.key if event.key[0].islower() and "::" not in event.key else "torch"
+            found[name] = found.get(name, 0.0) + event.device_time_total / runs / 1e3
     return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 
@@ -59,9 +63,9 @@ def time_cases(cases: list[MemoryCase]) -> list[dict[str, Any]]:
     for case in cases:
         forward, train = MemoryProblem(case, DEVICE).works("triton", torch.bfloat16)
         torch.cuda.reset_peak_memory_stats()
-        ahead, whole = (interleaved({"": work}, DEVICE, 20)[""].median for work in (forward, train))
+        ahead, whole = (interleaved({"": work}, DEVICE, 20, graphs=True)[""].median for work in (forward, train))
         peak = torch.cuda.max_memory_allocated() / 2**30
-        parts = {name.split("_kernel")[0]: ms for name, ms in by_kernel(train).items()}
+        parts = by_kernel(train)
         floor = case.floors
         print(
             f"{case}: forward {ahead:.3f} ms ({floor[0] / ahead:.0%} of the floor), with backward {whole:.3f} ms "

@@ -19,8 +19,11 @@ from titanmem.train.parallel import peak_flops
 
 
 def training_step(config: TitansConfig, rows: int, length: int, device: torch.device) -> Work:
-    """Forward, backward and optimiser on random tokens, in bf16 on a GPU."""
+    """Forward, backward and optimiser on random tokens; on a GPU in bf16, compiled block by block."""
     model = TitansLM(config).to(device)
+    if device.type == "cuda":
+        for block in model.blocks:
+            block.compile()
     optimizer = make_optimizer(model, OptimConfig())
     ids = torch.randint(0, config.vocab_size, (rows, length), device=device)
 

@@ -159,7 +159,9 @@ def bench_ops(cases: Sequence[MemoryCase], device: torch.device, repeats: int) -
         for peer in peers.operations():
             works[peer.name] = peer.build(case, device, dtype)
             note[peer.name] = peer.note
-        ahead, whole = (interleaved({name: pair[i] for name, pair in works.items()}, device, repeats) for i in range(2))
+        ahead, whole = (
+            interleaved({name: pair[i] for name, pair in works.items()}, device, repeats, graphs=True) for i in range(2)
+        )
         for name, pair in works.items():
             ours = name.startswith("titanmem") and device.type == "cuda"
             yield {

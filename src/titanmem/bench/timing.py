@@ -31,13 +31,18 @@ class Timing:
         return Timing(middle, low, high)
 
 
-def interleaved(works: dict[str, Work], device: torch.device, repeats: int, warmup: int = 2) -> dict[str, Timing]:
+def interleaved(
+    works: dict[str, Work], device: torch.device, repeats: int, warmup: int = 2, graphs: bool = False
+) -> dict[str, Timing]:
     """Every work in turn, `repeats` times, so that a change of the machine's mood meets all of them.
 
-    On a GPU nothing waits for the end of a work: the host runs ahead as it does in training."""
+    On a GPU nothing waits for the end of a work: the host runs ahead as it does in training. `graphs`: as CUDA graphs
+    where a work can be captured, so that what the host does is not counted."""
     for work in works.values():
         for _ in range(warmup):
             work()
+    if device.type == "cuda" and graphs:
+        works = {name: captured(work) for name, work in works.items()}
     clock = on_gpu if device.type == "cuda" else on_cpu
     return {name: Timing.of(found) for name, found in clock(works, repeats).items()}
 
@@ -66,6 +71,18 @@ def on_gpu(works: dict[str, Work], repeats: int) -> dict[str, list[float]]:
             events[name].append((start, end))
     torch.cuda.synchronize()
     return {name: [start.elapsed_time(end) for start, end in pairs] for name, pairs in events.items()}
+
+
+def captured(work: Work) -> Work:
+    """The replay of a work's CUDA graph, or the work itself where it cannot be captured."""
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            work()
+    except RuntimeError:
+        torch.cuda.synchronize()
+        return work
+    return graph.replay
 
 
 def peak_gib(work: Work, device: torch.device) -> float | None:

@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from titanmem.ops.memory.chunk import Pending
 from titanmem.ops.memory.chunked import Carry, Scan, ScanGrads, group_len, scan_backward, scan_forward
 from titanmem.ops.memory.plan import Plan, make_plan, on_borders
-from titanmem.ops.memory.support import whole_tiles
+from titanmem.ops.memory.support import keeps_states, whole_tiles
 
 
 def flatten_heads(xs: list[Tensor]) -> list[Tensor]:
@@ -100,7 +100,7 @@ def scan(
         if whole_tiles(q, state, chunk_len, lengths, starts):
             from titanmem.ops.memory.kernels import hopper_launch
 
-            return hopper_launch.forward(call, keep)
+            return hopper_launch.forward(call, keep and keeps_states(state))
         return launch.forward(call, leaves_pending(q.shape[1], chunk_len, offset, lengths, starts))
     laid, carry = open_scan(
         q, k, v, gates, state, pending, offset, fresh, gain, lengths, starts, count, chunk_len, residual, clip
@@ -147,9 +147,9 @@ def _(
     if keep and form == "chunked":
         groups = -(-count // group_len(count))
         out += [x.new_empty(groups - 1, batch * heads, x.shape[2], x.shape[3]) for x in state]
-    if keep and form == "triton" and whole_tiles(q, state, chunk_len, lengths, starts):
+    if keep and form == "triton" and keeps_states(state) and whole_tiles(q, state, chunk_len, lengths, starts):
         rows = batch * heads
-        out.append(q.new_empty(rows, tokens, 4 * chunk_len))
+        out.append(q.new_empty(rows, tokens, 4 * state[0].shape[-1]))
         out += [state[0].new_empty(rows, count, 2, size, chunk_len) for size in (1, 2)]
     return out
 

@@ -44,8 +44,14 @@ def whole_tiles(
 ) -> bool:
     """Whether a call of the kernels is the case that the Hopper kernels are made for."""
     plain = lengths is None and starts is None and q.shape[1] % chunk_len == 0
-    square = len(state) == 4 and {chunk_len, q.shape[-1], state[0].shape[-1]} == {64}
+    square = len(state) == 4 and chunk_len == q.shape[-1] == 64 and state[0].shape[-1] in (64, 128, 256)
     return plain and square and q.dtype == torch.bfloat16 and q.is_cuda and backend.hopper()
+
+
+def keeps_states(state: Sequence[Tensor]) -> bool:
+    """Whether the Hopper kernels keep the state at every chunk's start: as much memory as q, k, v and y for each 64
+    hidden units."""
+    return state[0].shape[-1] <= 128
 
 
 @cache
