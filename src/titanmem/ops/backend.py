@@ -13,12 +13,12 @@ import torch
 _FORMS: dict[str, dict[str, str]] = {
     "memory": {
         "chunked": "exact parallel form in plain torch, any device, depth and dtype",
-        "triton": "the same in GPU kernels; not measured yet, so never chosen by itself",
+        "triton": "the same in GPU kernels for 16-bit inputs, where they know the shape",
         "reference": "token loop, the specification; slow, for tests and reading",
     },
     "streams": {
         "torch": "convolution, silu and l2 norm in plain torch, any device",
-        "triton": "the same in one GPU kernel; not measured yet, so never chosen by itself",
+        "triton": "the same in one GPU kernel",
     },
     "attention": {
         "sdpa": "blocks of the window through torch's scaled_dot_product_attention, any device",
@@ -68,7 +68,14 @@ def explain(operation: str) -> tuple[str, str]:
     if operation in _asked:
         return _asked[operation], "asked for with titanmem.backend(...)"
     default = next(iter(_FORMS[operation]))
+    if "triton" in _FORMS[operation] and not interpreted() and machine() is None:
+        default = "triton"
     return default, _FORMS[operation][default]
+
+
+def asked(operation: str) -> bool:
+    """Whether `titanmem.backend` has been asked for a form."""
+    return operation in _asked
 
 
 def choose(operation: str) -> str:

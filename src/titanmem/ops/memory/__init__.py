@@ -92,6 +92,8 @@ def memory(
         with torch.autocast(q.device.type, enabled=False):
             return memory_step(q, k, v, gates.stacked(), fast, gain, chunk_len, residual, clip, kernel)
     how = dict(gain=gain, chunk_len=chunk_len, residual=residual, clip=clip, fresh=fresh)
+    if q.dtype == torch.float32 and not backend.asked("memory"):
+        choice = "chunked"  # kernels with exact float32 products take long to compile
     if choice == "triton":
         why = support.why_not(q, gates.channels, fast.start_weight, chunk_len)
         if why is not None:

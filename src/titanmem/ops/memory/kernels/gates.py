@@ -33,12 +33,14 @@ def gate_rows(
     share = tl.full([PAIRS], 1.0, tl.float32)
     drift = tl.zeros([PAIRS], tl.float32)
     carry = tl.full([PAIRS], 1.0, tl.float32)
+    begin = chunk * CHUNK
+    gates = (batch * tokens + begin).to(tl.int64) * heads * DEPTH + pair
+    eta, alpha = load_gates(momentum, forget, gates, inside & (begin < length))
     for t in range(CHUNK):
-        at = chunk * CHUNK + t
-        real = inside & (at < length)
-        gate = (batch * tokens + at).to(tl.int64) * heads * DEPTH + pair
-        eta = tl.load(momentum + gate, mask=real, other=1.0).to(tl.float32)
-        keep = 1.0 - tl.load(forget + gate, mask=real, other=0.0).to(tl.float32)
+        real = inside & (begin + t < length)
+        keep = 1.0 - alpha
+        ahead = gates + (t + 1) * heads * DEPTH  # one token ahead, to hide the memory's latency
+        next_eta, next_alpha = load_gates(momentum, forget, ahead, inside & (t + 1 < CHUNK) & (begin + t + 1 < length))
         carried = eta[:, None] * carried + tl.where(column == t, 1.0, 0.0)
         carry = eta * carry
         share = keep * share
@@ -50,8 +52,16 @@ def gate_rows(
         tl.store(shares + vectors + t, share, mask=inside)
         tl.store(shares + vectors + CHUNK + t, drift, mask=inside)
         tl.store(shares + vectors + 2 * CHUNK + t, carry, mask=inside)
+        eta, alpha = next_eta, next_alpha
     tl.store(shares + (vectors + 3 * CHUNK)[:, None] + column, carried, mask=inside[:, None])
     tl.store(shares + (vectors + 4 * CHUNK)[:, None] + column, written, mask=inside[:, None])
+
+
+@triton.jit
+def load_gates(momentum, forget, gates, real):
+    """η and α of one token; one that is not real leaves everything as it is."""
+    eta = tl.load(momentum + gates, mask=real, other=1.0).to(tl.float32)
+    return eta, tl.load(forget + gates, mask=real, other=0.0).to(tl.float32)
 
 
 @triton.jit

@@ -10,7 +10,8 @@ cores read them and from where the copy engine writes out what later kernels nee
 
     write_chunks     the key side, one program per sequence and head
     read_chunks      the query side, one program per chunk
-    pull_chunks      back through the queries, one program per chunk; makes the keys' tape on the way
+    retrace_chunks   the keys' tape from those states, one program per chunk
+    pull_chunks      back through the queries, one program per chunk
     write_chunks_backward   the key side from last chunk to first
 """
 
@@ -174,6 +175,11 @@ def key_error(z, key, value, scale, NORM: gl.constexpr, RESIDUAL: gl.constexpr):
 
 
 @gluon.jit
+def zeros():
+    return gl.full([C, C], 0.0, gl.float32, layout=LAYOUT)
+
+
+@gluon.jit
 def fetch_token_tiles(k, v, K, V, bars, chunk, line, head, there):
     turn = chunk % 2
     bar = bars.index(turn)
@@ -271,30 +277,6 @@ def write_chunks(
 
 
 @gluon.jit
-def answer(Q, K, W1, S1, W2, S2, X2, D1, D2, Q2, R1, R2, B1, B2, share, step1, step2):
-    """Y₂ of the queries, and what their backward pass needs: Q₂ in registers, φ'(Y₁), the two scores and G."""
-    a, b, c = begin(Q, flipped(K)), begin(Q, W1), begin(Q, S1)
-    score1, by_weight, by_surprise = warpgroup_mma_wait(0, deps=(a, b, c))
-    mix1 = floats(B1) * step1
-    put(R1, -score1 * mix1)
-    fence_async_shared()
-    start = gl.load(share)[:, None] * by_weight + gl.load(share + C)[:, None] * by_surprise
-    value = warpgroup_mma(R1, D1, start)
-    cdf, pdf = cdf_pdf(value)
-    active = value * cdf
-    put(Q2, active)
-    fence_async_shared()
-    a, b, c = begin(Q2, flipped(X2)), begin(Q2, W2), begin(Q2, S2)
-    score2, by_weight, by_surprise = warpgroup_mma_wait(0, deps=(a, b, c))
-    mix2 = floats(B2) * step2
-    put(R2, -score2 * mix2)
-    fence_async_shared()
-    start = gl.load(share + 5 * C)[:, None] * by_weight + gl.load(share + 6 * C)[:, None] * by_surprise
-    out = warpgroup_mma(R2, D2, start)
-    return out, active, cdf + value * pdf, score1, score2, mix1, mix2
-
-
-@gluon.jit
 def read_chunks(
     q, k, gain, blend, shares, steps, at, tape, y,
     tokens, heads, count, lines, NORM: gl.constexpr, RESIDUAL: gl.constexpr,
@@ -326,7 +308,20 @@ def read_chunks(
     step2 = gl.load(steps + (long * 2 + 1) * C + column)[None, :]
     scale = gain_row(gain, head, NORM)
     mbarrier.wait(bar, 0)
-    out, _, _, _, _, _, _ = answer(Q, K, W1, S1, W2, S2, X2, D1, D2, Q2, B1, B2, B1, B2, share, step1, step2)
+    a, b, c = begin(Q, flipped(K)), begin(Q, W1), begin(Q, S1)
+    score, by_weight, by_surprise = warpgroup_mma_wait(0, deps=(a, b, c))
+    put(B1, -score * floats(B1) * step1)
+    fence_async_shared()
+    value = warpgroup_mma(B1, D1, gl.load(share)[:, None] * by_weight + gl.load(share + C)[:, None] * by_surprise)
+    cdf, _ = cdf_pdf(value)
+    put(Q2, value * cdf)
+    fence_async_shared()
+    a, b, c = begin(Q2, flipped(X2)), begin(Q2, W2), begin(Q2, S2)
+    score, by_weight, by_surprise = warpgroup_mma_wait(0, deps=(a, b, c))
+    put(B2, -score * floats(B2) * step2)
+    fence_async_shared()
+    start = gl.load(share + 5 * C)[:, None] * by_weight + gl.load(share + 6 * C)[:, None] * by_surprise
+    out = warpgroup_mma(B2, D2, start)
     if NORM:
         out, _ = normalise(out)
         out *= scale
@@ -339,151 +334,201 @@ def read_chunks(
 
 
 @gluon.jit
-def pull_chunks(
-    q, k, v, grad_y, gain, blend, shares, steps, at, tape, inv_stds, alongs,
-    grad_q, grad_blend, grad_shares, grad_steps, grad_gain,
-    tokens, heads, count, lines, NORM: gl.constexpr, RESIDUAL: gl.constexpr,
+def retrace_chunks(
+    k, v, gain, at, tape, inv_stds, alongs,
+    tokens, heads, count, lines, N: gl.constexpr, NORM: gl.constexpr, RESIDUAL: gl.constexpr,
 ):  # fmt: skip
-    """The whole tape, with inv_stds = 1/s and alongs = mean(2γu ∘ ẑ), and from grad_y: grad_q, the gradients of G
-    (grad_blend), of β and f (grad_shares) and of the clipped steps, and the gain's [N, count, D]."""
+    """The keys' tape from the states at the chunks' starts, N slices of hidden units."""
     chunk, row = gl.program_id(0), gl.program_id(1)
     head = row % heads
     line = row // heads * tokens + chunk * C
     place = row * count + chunk
     long = place.to(gl.int64)
-    Q, K, V, Y, W1, S1, W2, S2, B1, B2 = (
-        tile(), tile(), tile(), tile(), tile(), tile(), tile(), tile(), tile(), tile(),
-    )  # fmt: skip
-    X2, D1, D2, Q2, Y1, Y2, R1, R2 = tile(), tile(), tile(), tile(), tile(), tile(), tile(), tile()
+    spot = place * N * C
+    K, V, W1, W2, X2, D1, D2, SL, BE = tile(), tile(), tile(), tile(), tile(), tile(), tile(), tile(), tile()
+    bars = barriers(2)
+    mbarrier.expect(bars.index(0), 2 * BYTES)
+    tma.async_copy_global_to_shared(k, [line, head * C], bars.index(0), K)
+    tma.async_copy_global_to_shared(v, [line, head * C], bars.index(0), V)
+    fetch_both(at, lines, W1, W2, bars.index(1), spot, N, True)
+    t = gl.arange(0, C, layout=ROWS)
+    scale = gain_row(gain, head, NORM)
+    mbarrier.wait(bars.index(0), 0)
+    total = zeros()
+    for f in range(N):
+        mbarrier.wait(bars.index(1), f & 1)
+        z = product(K, W1)
+        cdf, _ = cdf_pdf(z)
+        put(X2, z * cdf)
+        fence_async_shared()
+        total = warpgroup_mma(X2, W2, total)
+        fetch_both(at, lines, W1, W2, bars.index(1), spot + (f + 1) % N * C, N, True)
+    error, unit, inv_std, along = key_error(total, floats(K), floats(V), scale, NORM, RESIDUAL)
+    gl.store(inv_stds + long * C + t, inv_std)
+    gl.store(alongs + long * C + t, along)
+    put(D2, error)
+    put(V, unit)
+    fence_async_shared()
+    tma.async_copy_shared_to_global(tape, [2 * N * lines + place * C, 0], D2)
+    tma.async_copy_shared_to_global(tape, [(4 * N + 1) * lines + place * C, 0], V)
+    for f in range(N):
+        mbarrier.wait(bars.index(1), (N + f) & 1)
+        a, b = begin(K, W1), begin(D2, flipped(W2))
+        z, back = warpgroup_mma_wait(0, deps=(a, b))
+        fetch_both(at, lines, W1, W2, bars.index(1), spot + (f + 1) * C, N, f + 1 < N)
+        cdf, pdf = cdf_pdf(z)
+        slope = cdf + z * pdf
+        tma.store_wait(0)
+        put(X2, z * cdf)
+        put(SL, slope)
+        put(D1, back * slope)
+        put(BE, back * ((2.0 - z * z) * pdf))
+        fence_async_shared()
+        tma.async_copy_shared_to_global(tape, [spot + f * C, 0], X2)
+        tma.async_copy_shared_to_global(tape, [N * lines + spot + f * C, 0], D1)
+        tma.async_copy_shared_to_global(tape, [(2 * N + 1) * lines + spot + f * C, 0], SL)
+        tma.async_copy_shared_to_global(tape, [(3 * N + 1) * lines + spot + f * C, 0], BE)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def fetch_both(at, lines, W1, W2, bar, spot, N: gl.constexpr, there):
+    mbarrier.expect(bar, 2 * BYTES, pred=there)
+    tma.async_copy_global_to_shared(at, [spot, 0], bar, W1, pred=there)
+    tma.async_copy_global_to_shared(at, [2 * N * lines + spot, 0], bar, W2, pred=there)
+
+
+@gluon.jit
+def pull_chunks(
+    q, k, grad_y, gain, blend, blends, shares, steps, at, tape,
+    grad_q, grad_blend, grad_shares, grad_steps, grad_gain,
+    tokens, heads, count, lines, NORM: gl.constexpr, RESIDUAL: gl.constexpr,
+):  # fmt: skip
+    """From grad_y: grad_q, the gradients of G (grad_blend), of β and f (grad_shares) and of the clipped steps, the
+    gain's [N, count, D], and the reads' part in the tape. `blends` is `blend` as a pointer. A tile that has been read
+    makes room for the next."""
+    chunk, row = gl.program_id(0), gl.program_id(1)
+    head = row % heads
+    line = row // heads * tokens + chunk * C
+    place = row * count + chunk
+    long = place.to(gl.int64)
+    Q, K, W1, S1, B1, D1, Q2 = tile(), tile(), tile(), tile(), tile(), tile(), tile()
+    X2, W2, S2, B2, D2, Y = tile(), tile(), tile(), tile(), tile(), tile()
     bars = barriers(2)
     bar = bars.index(0)
-    mbarrier.expect(bar, 4 * BYTES)
-    tma.async_copy_global_to_shared(k, [line, head * C], bar, K)
-    tma.async_copy_global_to_shared(at, [place * C, 0], bar, W1)
-    tma.async_copy_global_to_shared(at, [2 * lines + place * C, 0], bar, W2)
-    tma.async_copy_global_to_shared(v, [line, head * C], bar, V)
-    bar = bars.index(1)
     mbarrier.expect(bar, 6 * BYTES)
     tma.async_copy_global_to_shared(q, [line, head * C], bar, Q)
+    tma.async_copy_global_to_shared(k, [line, head * C], bar, K)
+    tma.async_copy_global_to_shared(at, [place * C, 0], bar, W1)
     tma.async_copy_global_to_shared(at, [lines + place * C, 0], bar, S1)
     tma.async_copy_global_to_shared(blend, [place * 2 * C, 0], bar, B1)
+    tma.async_copy_global_to_shared(tape, [lines + place * C, 0], bar, D1)
+    bar = bars.index(1)
+    mbarrier.expect(bar, 6 * BYTES)
+    tma.async_copy_global_to_shared(tape, [place * C, 0], bar, X2)
+    tma.async_copy_global_to_shared(at, [2 * lines + place * C, 0], bar, W2)
     tma.async_copy_global_to_shared(at, [3 * lines + place * C, 0], bar, S2)
     tma.async_copy_global_to_shared(blend, [place * 2 * C + C, 0], bar, B2)
+    tma.async_copy_global_to_shared(tape, [2 * lines + place * C, 0], bar, D2)
     tma.async_copy_global_to_shared(grad_y, [line, head * C], bar, Y)
     t = gl.arange(0, C, layout=ROWS)
     column = gl.arange(0, C, layout=COLUMNS)
     share = shares + long * 10 * C + t
     step1 = gl.load(steps + long * 2 * C + column)[None, :]
     step2 = gl.load(steps + (long * 2 + 1) * C + column)[None, :]
-    scale = gain_row(gain, head, NORM)
+    share1, drift1 = gl.load(share)[:, None], gl.load(share + C)[:, None]
+    share2, drift2 = gl.load(share + 5 * C)[:, None], gl.load(share + 6 * C)[:, None]
+    square = long * 2 * (C * C) + square_offsets()
 
-    # the keys once more
+    # the reads once more; B1 and B2 become the scores under G
     mbarrier.wait(bars.index(0), 0)
-    z = product(K, W1)
-    cdf, pdf = cdf_pdf(z)
-    slope = cdf + z * pdf
-    curve = (2.0 - z * z) * pdf
-    put(X2, z * cdf)
-    put(Q2, slope)
+    a, b, c = begin(Q, flipped(K)), begin(Q, W1), begin(Q, S1)
+    score, by_weight, by_surprise = warpgroup_mma_wait(0, deps=(a, b, c))
+    put(B1, -score * floats(B1) * step1)
     fence_async_shared()
-    z = product(X2, W2)
-    error, unit, inv_std, along = key_error(z, floats(K), floats(V), scale, NORM, RESIDUAL)
-    gl.store(inv_stds + long * C + t, inv_std)
-    gl.store(alongs + long * C + t, along)
-    put(D2, error)
-    put(V, unit)
+    value = warpgroup_mma(B1, D1, share1 * by_weight + drift1 * by_surprise)
+    cdf, pdf = cdf_pdf(value)
+    slope = (cdf + value * pdf).to(gl.bfloat16)
+    put(Q2, value * cdf)
     fence_async_shared()
-    back = product(D2, flipped(W2))
-    put(D1, back * slope)
-    put(Y1, back * curve)
-    fence_async_shared()
-    tma.async_copy_shared_to_global(tape, [place * C, 0], X2)
-    tma.async_copy_shared_to_global(tape, [lines + place * C, 0], D1)
-    tma.async_copy_shared_to_global(tape, [2 * lines + place * C, 0], D2)
-    tma.async_copy_shared_to_global(tape, [3 * lines + place * C, 0], Q2)
-    tma.async_copy_shared_to_global(tape, [4 * lines + place * C, 0], Y1)
-    tma.async_copy_shared_to_global(tape, [5 * lines + place * C, 0], V)
-
     mbarrier.wait(bars.index(1), 0)
-    tma.store_wait(0)
-    out, active, slope, score1, score2, mix1, mix2 = answer(
-        Q, K, W1, S1, W2, S2, X2, D1, D2, Q2, R1, R2, B1, B2, share, step1, step2
-    )
+    a, b, c = begin(Q2, flipped(X2)), begin(Q2, W2), begin(Q2, S2)
+    score, by_weight, by_surprise = warpgroup_mma_wait(0, deps=(a, b, c))
+    mix = B2.load(LAYOUT)
+    put(B2, -score * mix.to(gl.float32) * step2)
+    fence_async_shared()
+    out = warpgroup_mma(B2, D2, share2 * by_weight + drift2 * by_surprise)
 
-    # back through the second matrix
-    upstream = floats(Y)
-    pulled = upstream
+    # back through the second matrix; Y becomes dY₂, D2 the pull on the scores
+    upstream = Y.load(LAYOUT)
+    pulled = upstream.to(gl.float32)
     if NORM:
         unit, inv_std = normalise(out)
-        gl.store(grad_gain + long * C + column, gl.sum(upstream * unit, 0))
-        pulled, _ = norm_pullback(unit, inv_std, scale * upstream)
-    put(Y2, pulled)
+        gl.store(grad_gain + long * C + column, gl.sum(pulled * unit, 0))
+        pulled, _ = norm_pullback(unit, inv_std, gain_row(gain, head, NORM) * pulled)
+    put(Y, pulled)
     fence_async_shared()
-    a, b, c = begin(Y2, flipped(D2)), begin(Y2, flipped(W2)), begin(Y2, flipped(S2))
-    pull, by_weight, by_surprise = warpgroup_mma_wait(0, deps=(a, b, c))
-    to_mix = -pull * score2
-    square = long * 2 * (C * C) + square_offsets()
+    a, b, c, d = begin(Y, flipped(D2)), begin(Y, flipped(W2)), begin(Y, flipped(S2)), begin(flipped(B2), Y)
+    pull, by_weight, by_surprise, to_d2 = warpgroup_mma_wait(0, deps=(a, b, c, d))
+    put(B2, to_d2)
+    to_mix = -pull * score
     gl.store(grad_blend + C * C + square, to_mix.to(gl.bfloat16))
-    gl.store(grad_steps + (long * 2 + 1) * C + column, gl.sum(to_mix * floats(B2), 0))
-    put(B2, -pull * mix2)
+    gl.store(grad_steps + (long * 2 + 1) * C + column, gl.sum(to_mix * mix.to(gl.float32), 0))
+    put(D2, -pull * mix.to(gl.float32) * step2)
+    pulled = floats(Y)
+    put(W2, share2 * pulled)
+    put(S2, drift2 * pulled)
+    active = floats(Q2)
     to_share, to_drift = sums(by_weight * active, by_surprise * active)
     gl.store(grad_shares + (long * 10 + 5) * C + t, to_share)
     gl.store(grad_shares + (long * 10 + 6) * C + t, to_drift)
     fence_async_shared()
-    start = gl.load(share + 5 * C)[:, None] * by_weight + gl.load(share + 6 * C)[:, None] * by_surprise
-    back = warpgroup_mma(B2, X2, start)
+    tma.async_copy_shared_to_global(tape, [9 * lines + place * C, 0], B2)
+    a = warpgroup_mma(D2, X2, share2 * by_weight + drift2 * by_surprise, is_async=True)
+    b, c, d = begin(flipped(D2), Q2), begin(flipped(Q2), W2), begin(flipped(Q2), S2)
+    back, to_x2, to_w2, to_s2 = warpgroup_mma_wait(0, deps=(a, b, c, d))
+    put(Q2, to_x2)
+    put(W2, to_w2)
+    put(S2, to_s2)
 
-    # back through the first
-    put(Y1, back * slope)
+    # back through the first; X2 becomes dY₁, D1 the pull
+    put(X2, back * slope.to(gl.float32))
     fence_async_shared()
-    a, b, c = begin(Y1, flipped(D1)), begin(Y1, flipped(W1)), begin(Y1, flipped(S1))
-    pull, by_weight, by_surprise = warpgroup_mma_wait(0, deps=(a, b, c))
-    to_mix = -pull * score1
+    tma.async_copy_shared_to_global(tape, [8 * lines + place * C, 0], Q2)
+    tma.async_copy_shared_to_global(tape, [12 * lines + place * C, 0], W2)
+    tma.async_copy_shared_to_global(tape, [13 * lines + place * C, 0], S2)
+    mix = gl.load(blends + square)
+    a, b, c, d = begin(X2, flipped(D1)), begin(X2, flipped(W1)), begin(X2, flipped(S1)), begin(flipped(B1), X2)
+    pull, by_weight, by_surprise, to_d1 = warpgroup_mma_wait(0, deps=(a, b, c, d))
+    put(B1, to_d1)
+    to_mix = -pull * product(Q, flipped(K))
     gl.store(grad_blend + square, to_mix.to(gl.bfloat16))
-    gl.store(grad_steps + long * 2 * C + column, gl.sum(to_mix * floats(B1), 0))
-    put(B1, -pull * mix1)
+    gl.store(grad_steps + long * 2 * C + column, gl.sum(to_mix * mix.to(gl.float32), 0))
+    put(D1, -pull * mix.to(gl.float32) * step1)
+    back = floats(X2)
+    put(W1, share1 * back)
+    put(S1, drift1 * back)
     query = floats(Q)
     to_share, to_drift = sums(by_weight * query, by_surprise * query)
     gl.store(grad_shares + long * 10 * C + t, to_share)
     gl.store(grad_shares + (long * 10 + 1) * C + t, to_drift)
-    total = gl.load(share)[:, None] * by_weight + gl.load(share + C)[:, None] * by_surprise
+    total = share1 * by_weight + drift1 * by_surprise
     if RESIDUAL:
-        total += upstream
+        total += upstream.to(gl.float32)
     fence_async_shared()
-    a = warpgroup_mma(B1, K, total, is_async=True)
-    b, c = begin(flipped(B1), Q), begin(flipped(R1), Y1)
-    d, e = begin(flipped(B2), Q2), begin(flipped(R2), Y2)
-    total, to_x1, to_d1, to_x2, to_d2 = warpgroup_mma_wait(0, deps=(a, b, c, d, e))
-
-    # all tiles but Q, Q2, Y1 and Y2 have been read: they take what goes out
+    tma.async_copy_shared_to_global(tape, [7 * lines + place * C, 0], B1)
+    a = warpgroup_mma(D1, K, total, is_async=True)
+    b, c, d = begin(flipped(D1), Q), begin(flipped(Q), W1), begin(flipped(Q), S1)
+    total, to_x1, to_w1, to_s1 = warpgroup_mma_wait(0, deps=(a, b, c, d))
     put(Y, total)
     put(K, to_x1)
-    put(D1, to_d1)
-    put(X2, to_x2)
-    put(D2, to_d2)
-    error1, error2 = floats(Y1), floats(Y2)
-    put(R1, gl.load(share)[:, None] * error1)
-    put(R2, gl.load(share + C)[:, None] * error1)
-    put(B1, gl.load(share + 5 * C)[:, None] * error2)
-    put(B2, gl.load(share + 6 * C)[:, None] * error2)
+    put(W1, to_w1)
+    put(S1, to_s1)
     fence_async_shared()
     tma.async_copy_shared_to_global(grad_q, [line, head * C], Y)
     tma.async_copy_shared_to_global(tape, [6 * lines + place * C, 0], K)
-    tma.async_copy_shared_to_global(tape, [7 * lines + place * C, 0], D1)
-    tma.async_copy_shared_to_global(tape, [8 * lines + place * C, 0], X2)
-    tma.async_copy_shared_to_global(tape, [9 * lines + place * C, 0], D2)
-    a, b = begin(flipped(Q), R1), begin(flipped(Q), R2)
-    c, d = begin(flipped(Q2), B1), begin(flipped(Q2), B2)
-    to_w1, to_s1, to_w2, to_s2 = warpgroup_mma_wait(0, deps=(a, b, c, d))
-    put(W1, to_w1)
-    put(S1, to_s1)
-    put(W2, to_w2)
-    put(S2, to_s2)
-    fence_async_shared()
     tma.async_copy_shared_to_global(tape, [10 * lines + place * C, 0], W1)
     tma.async_copy_shared_to_global(tape, [11 * lines + place * C, 0], S1)
-    tma.async_copy_shared_to_global(tape, [12 * lines + place * C, 0], W2)
-    tma.async_copy_shared_to_global(tape, [13 * lines + place * C, 0], S2)
     tma.store_wait(0)
 
 
@@ -550,7 +595,7 @@ def store_end_shares(ends, w1, s1, w2, s2, to_w1, to_s1, to_w2, to_s2):
 
 @gluon.jit
 def write_chunks_backward(
-    k, v, gain, shares, steps, norms, at, tape, states, parts, inv_stds, alongs,
+    k, v, gain, shares, steps, norms, at, tape, states, inv_stds, alongs, parts,
     grad_steps, grad_shares, grad_ends, grad_w1, grad_s1, grad_w2, grad_s2, grad_k, grad_v, grad_gain,
     tokens, heads, count, lines, clip, NORM: gl.constexpr, RESIDUAL: gl.constexpr, CLIP: gl.constexpr,
 ):  # fmt: skip

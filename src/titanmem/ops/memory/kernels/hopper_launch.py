@@ -90,18 +90,17 @@ def backward(call: Call, grad_y: Tensor, grad_state: list[Tensor], kept: list[Te
     gain_parts = call.q.new_empty(s.rows, s.count, TILE, dtype=torch.float32)
     q, k, v, given, grad_q, grad_k, grad_v = token_tiles(call.q, call.k, call.v, grad_y.contiguous(), *grads)
     grid = (s.count, s.rows)
-    read = (call.gain, tiles(call.blend), call.shares, call.steps, at, tape)
-    found = (grad_q, grad_blend, grad_shares, grad_steps, gain_parts)
+    read = (call.shares, call.steps, at, tape, grad_q, grad_blend, grad_shares, grad_steps, gain_parts)
+    hopper.retrace_chunks[grid](k, v, call.gain, at, tape, *rows, **sizes(call) | {"N": slices(call)})
     if slices(call) == 1:
-        hopper.pull_chunks[grid](q, k, v, given, *read, *rows, *found, **sizes(call))
+        hopper.pull_chunks[grid](q, k, given, call.gain, tiles(call.blend), call.blend, *read, **sizes(call))
     else:
-        hopper_wide.retrace_chunks[grid](k, v, call.gain, at, tape, *rows, **sizes(call))
-        hopper_wide.pull_chunks[grid](q, k, given, *read, *found, **sizes(call))
+        hopper_wide.pull_chunks[grid](q, k, given, call.gain, tiles(call.blend), *read, **sizes(call))
     gw1, gw2, gs1, gs2 = grad_after = [x.flatten(0, 1).float().clone() for x in grad_state]
     grad_gain = call.q.new_empty(s.rows, TILE, dtype=torch.float32)
     kernels = hopper if slices(call) == 1 else hopper_wide
     kernels.write_chunks_backward[(s.rows,)](
-        k, v, call.gain, call.shares, call.steps, norms, at, tape, states, parts, *rows,
+        k, v, call.gain, call.shares, call.steps, norms, at, tape, states, *rows, parts,
         grad_steps, grad_shares, grad_ends, gw1, gs1, gw2, gs2, grad_k, grad_v, grad_gain,
         **sizes(call), **clipping(call),
     )  # fmt: skip

@@ -20,7 +20,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from titanmem.ops.memory.kernels.hopper import (
     BYTES,
     COLUMNS,
-    LAYOUT,
     MEAN,
     ROWS,
     SHARED,
@@ -44,6 +43,7 @@ from titanmem.ops.memory.kernels.hopper import (
     sums3,
     tile,
     two_tiles,
+    zeros,
 )
 
 
@@ -53,14 +53,20 @@ def tiles(N: gl.constexpr):
 
 
 @gluon.jit
-def zeros():
-    return gl.full([C, C], 0.0, gl.float32, layout=LAYOUT)
-
-
-@gluon.jit
 def wide_offsets(N: gl.constexpr):
     """Offsets of a slice of a [64, N · 64] matrix."""
     return gl.arange(0, C, layout=ROWS)[:, None] * (N * C) + gl.arange(0, C, layout=COLUMNS)[None, :]
+
+
+@gluon.jit
+def kept(source):
+    """Read what the same thread wrote before; it should stay in the L2 cache."""
+    return gl.load(source, eviction_policy="evict_last")
+
+
+@gluon.jit
+def keep(into, x):
+    gl.store(into, x, eviction_policy="evict_last")
 
 
 @gluon.jit
@@ -81,13 +87,20 @@ def write_chunks(
     wide, square = first + wide_offsets(N), first + square_offsets()
     scale = gain_row(gain, head, NORM)
     fetch_token_tiles(k, v, K, V, bars, 0, line, head, True)
+    weights1, weights2, surprises1, surprises2 = (), (), (), ()
     for f in gl.static_range(N):
-        put(W1.index(f), gl.load(w1 + wide + f * C))
-        put(W2.index(f), gl.load(w2 + square + f * C * C))
+        weights1 += (gl.load(w1 + wide + f * C),)
+        weights2 += (gl.load(w2 + square + f * C * C),)
+        surprise1, surprise2 = gl.load(s1 + wide + f * C), gl.load(s2 + square + f * C * C)
+        put(W1.index(f), weights1[f])
+        put(W2.index(f), weights2[f])
         spot = (row * count * N + f) * C
         tma.store_wait(0)
-        put(S1, gl.load(s1 + wide + f * C))
-        put(S2, gl.load(s2 + square + f * C * C))
+        put(S1, surprise1)
+        put(S2, surprise2)
+        if N == 2:
+            surprises1 += (surprise1,)
+            surprises2 += (surprise2,)
         fence_async_shared()
         tma.async_copy_shared_to_global(at, [N * lines + spot, 0], S1)
         tma.async_copy_shared_to_global(at, [3 * N * lines + spot, 0], S2)
@@ -154,18 +167,26 @@ def write_chunks(
         for f in gl.static_range(N):
             tma.async_copy_shared_to_global(tape, [spot + f * C, 0], X2.index(f))
             tma.async_copy_shared_to_global(tape, [N * lines + spot + f * C, 0], D1.index(f))
+        after_w1, after_w2, after_s1, after_s2 = (), (), (), ()
         for f in gl.static_range(N):
-            weight1, surprise1 = gl.load(w1 + wide + f * C), gl.load(s1 + wide + f * C)
-            weight2, surprise2 = gl.load(w2 + square + f * C * C), gl.load(s2 + square + f * C * C)
-            a = warpgroup_mma(flipped(KW), D1.index(f), share1 * weight1 + drift1 * surprise1, is_async=True)
+            if N == 2:
+                surprise1, surprise2 = surprises1[f], surprises2[f]
+            else:
+                surprise1 = kept(s1 + wide + f * C)
+                surprise2 = kept(s2 + square + f * C * C)
+            a = warpgroup_mma(flipped(KW), D1.index(f), share1 * weights1[f] + drift1 * surprise1, is_async=True)
             b = warpgroup_mma(flipped(KC), D1.index(f), carry1 * surprise1, is_async=True)
-            c = warpgroup_mma(flipped(X2.index(f)), DW, share2 * weight2 + drift2 * surprise2, is_async=True)
+            c = warpgroup_mma(flipped(X2.index(f)), DW, share2 * weights2[f] + drift2 * surprise2, is_async=True)
             d = warpgroup_mma(flipped(X2.index(f)), DC, carry2 * surprise2, is_async=True)
             weight1, surprise1, weight2, surprise2 = warpgroup_mma_wait(0, deps=(a, b, c, d))
-            gl.store(w1 + wide + f * C, weight1)
-            gl.store(s1 + wide + f * C, surprise1)
-            gl.store(w2 + square + f * C * C, weight2)
-            gl.store(s2 + square + f * C * C, surprise2)
+            if N == 2:
+                after_s1 += (surprise1,)
+                after_s2 += (surprise2,)
+            else:
+                keep(s1 + wide + f * C, surprise1)
+                keep(s2 + square + f * C * C, surprise2)
+            after_w1 += (weight1,)
+            after_w2 += (weight2,)
             tma.store_wait(0)
             put(W1.index(f), weight1)
             put(W2.index(f), weight2)
@@ -175,18 +196,32 @@ def write_chunks(
             if chunk + 1 < count:
                 tma.async_copy_shared_to_global(at, [N * lines + spot + (N + f) * C, 0], S1)
                 tma.async_copy_shared_to_global(at, [3 * N * lines + spot + (N + f) * C, 0], S2)
+        weights1, weights2, surprises1, surprises2 = after_w1, after_w2, after_s1, after_s2
     tma.store_wait(0)
+    for f in gl.static_range(N):
+        gl.store(w1 + wide + f * C, weights1[f])
+        gl.store(w2 + square + f * C * C, weights2[f])
+        if N == 2:
+            gl.store(s1 + wide + f * C, surprises1[f])
+            gl.store(s2 + square + f * C * C, surprises2[f])
 
 
 @gluon.jit
-def fetch_slice(at, tape, lines, W1, S1, W2, S2, X2, D1, bar, spot, N: gl.constexpr, there):
-    mbarrier.expect(bar, 6 * BYTES, pred=there)
+def fetch_first(at, tape, lines, W1, S1, D1, bar, spot, N: gl.constexpr, there):
+    """What a slice of the first matrix needs."""
+    mbarrier.expect(bar, 3 * BYTES, pred=there)
     tma.async_copy_global_to_shared(at, [spot, 0], bar, W1, pred=there)
     tma.async_copy_global_to_shared(at, [N * lines + spot, 0], bar, S1, pred=there)
     tma.async_copy_global_to_shared(tape, [N * lines + spot, 0], bar, D1, pred=there)
-    tma.async_copy_global_to_shared(tape, [spot, 0], bar, X2, pred=there)
+
+
+@gluon.jit
+def fetch_second(at, tape, lines, W2, S2, X2, bar, spot, N: gl.constexpr, there):
+    """What a slice of the second matrix needs."""
+    mbarrier.expect(bar, 3 * BYTES, pred=there)
     tma.async_copy_global_to_shared(at, [2 * N * lines + spot, 0], bar, W2, pred=there)
     tma.async_copy_global_to_shared(at, [3 * N * lines + spot, 0], bar, S2, pred=there)
+    tma.async_copy_global_to_shared(tape, [spot, 0], bar, X2, pred=there)
 
 
 @gluon.jit
@@ -202,7 +237,7 @@ def read_chunks(
     spot = place * N * C
     Q, K, B1, B2, D2, Q2 = tile(), tile(), tile(), tile(), tile(), tile()
     W1, S1, W2, S2, X2, D1 = tile(), tile(), tile(), tile(), tile(), tile()
-    bars = barriers(2)
+    bars = barriers(3)
     bar = bars.index(0)
     mbarrier.expect(bar, 5 * BYTES)
     tma.async_copy_global_to_shared(q, [line, head * C], bar, Q)
@@ -210,7 +245,8 @@ def read_chunks(
     tma.async_copy_global_to_shared(blend, [place * 2 * C, 0], bar, B1)
     tma.async_copy_global_to_shared(blend, [place * 2 * C + C, 0], bar, B2)
     tma.async_copy_global_to_shared(tape, [2 * N * lines + place * C, 0], bar, D2)
-    fetch_slice(at, tape, lines, W1, S1, W2, S2, X2, D1, bars.index(1), spot, N, True)
+    fetch_first(at, tape, lines, W1, S1, D1, bars.index(1), spot, N, True)
+    fetch_second(at, tape, lines, W2, S2, X2, bars.index(2), spot, N, True)
     share = shares + long * 10 * C + gl.arange(0, C, layout=ROWS)
     column = gl.arange(0, C, layout=COLUMNS)
     step1 = gl.load(steps + long * 2 * C + column)[None, :]
@@ -227,14 +263,16 @@ def read_chunks(
         a, b = begin(Q, W1), begin(Q, S1)
         by_weight, by_surprise = warpgroup_mma_wait(0, deps=(a, b))
         value = warpgroup_mma(B1, D1, share1 * by_weight + drift1 * by_surprise)
+        fetch_first(at, tape, lines, W1, S1, D1, bars.index(1), spot + (f + 1) * C, N, f + 1 < N)
         cdf, _ = cdf_pdf(value)
         put(Q2, value * cdf)
         fence_async_shared()
+        mbarrier.wait(bars.index(2), f & 1)
         a = warpgroup_mma(Q2, flipped(X2), score, is_async=True)
         b = warpgroup_mma(Q2, W2, by_weight2, is_async=True)
         c = warpgroup_mma(Q2, S2, by_surprise2, is_async=True)
         score, by_weight2, by_surprise2 = warpgroup_mma_wait(0, deps=(a, b, c))
-        fetch_slice(at, tape, lines, W1, S1, W2, S2, X2, D1, bars.index(1), spot + (f + 1) * C, N, f + 1 < N)
+        fetch_second(at, tape, lines, W2, S2, X2, bars.index(2), spot + (f + 1) * C, N, f + 1 < N)
     put(B2, -score * floats(B2) * step2)
     fence_async_shared()
     out = warpgroup_mma(B2, D2, share2 * by_weight2 + drift2 * by_surprise2)
@@ -247,71 +285,6 @@ def read_chunks(
     fence_async_shared()
     tma.async_copy_shared_to_global(y, [line, head * C], K)
     tma.store_wait(0)
-
-
-@gluon.jit
-def retrace_chunks(
-    k, v, gain, at, tape, inv_stds, alongs,
-    tokens, heads, count, lines, N: gl.constexpr, NORM: gl.constexpr, RESIDUAL: gl.constexpr,
-):  # fmt: skip
-    """The keys' tape from the states at the chunks' starts."""
-    chunk, row = gl.program_id(0), gl.program_id(1)
-    head = row % heads
-    line = row // heads * tokens + chunk * C
-    place = row * count + chunk
-    long = place.to(gl.int64)
-    spot = place * N * C
-    K, V, W1, W2, X2, D1, D2, SL, BE = tile(), tile(), tile(), tile(), tile(), tile(), tile(), tile(), tile()
-    bars = barriers(2)
-    mbarrier.expect(bars.index(0), 2 * BYTES)
-    tma.async_copy_global_to_shared(k, [line, head * C], bars.index(0), K)
-    tma.async_copy_global_to_shared(v, [line, head * C], bars.index(0), V)
-    fetch_weights(at, lines, W1, W2, bars.index(1), spot, N, True)
-    t = gl.arange(0, C, layout=ROWS)
-    scale = gain_row(gain, head, NORM)
-    mbarrier.wait(bars.index(0), 0)
-    total = zeros()
-    for f in range(N):
-        mbarrier.wait(bars.index(1), f & 1)
-        z = product(K, W1)
-        cdf, _ = cdf_pdf(z)
-        put(X2, z * cdf)
-        fence_async_shared()
-        total = warpgroup_mma(X2, W2, total)
-        fetch_weights(at, lines, W1, W2, bars.index(1), spot + (f + 1) % N * C, N, True)
-    error, unit, inv_std, along = key_error(total, floats(K), floats(V), scale, NORM, RESIDUAL)
-    gl.store(inv_stds + long * C + t, inv_std)
-    gl.store(alongs + long * C + t, along)
-    put(D2, error)
-    put(V, unit)
-    fence_async_shared()
-    tma.async_copy_shared_to_global(tape, [2 * N * lines + place * C, 0], D2)
-    tma.async_copy_shared_to_global(tape, [(4 * N + 1) * lines + place * C, 0], V)
-    for f in range(N):
-        mbarrier.wait(bars.index(1), (N + f) & 1)
-        a, b = begin(K, W1), begin(D2, flipped(W2))
-        z, back = warpgroup_mma_wait(0, deps=(a, b))
-        fetch_weights(at, lines, W1, W2, bars.index(1), spot + (f + 1) * C, N, f + 1 < N)
-        cdf, pdf = cdf_pdf(z)
-        slope = cdf + z * pdf
-        tma.store_wait(0)
-        put(X2, z * cdf)
-        put(SL, slope)
-        put(D1, back * slope)
-        put(BE, back * ((2.0 - z * z) * pdf))
-        fence_async_shared()
-        tma.async_copy_shared_to_global(tape, [spot + f * C, 0], X2)
-        tma.async_copy_shared_to_global(tape, [N * lines + spot + f * C, 0], D1)
-        tma.async_copy_shared_to_global(tape, [(2 * N + 1) * lines + spot + f * C, 0], SL)
-        tma.async_copy_shared_to_global(tape, [(3 * N + 1) * lines + spot + f * C, 0], BE)
-    tma.store_wait(0)
-
-
-@gluon.jit
-def fetch_weights(at, lines, W1, W2, bar, spot, N: gl.constexpr, there):
-    mbarrier.expect(bar, 2 * BYTES, pred=there)
-    tma.async_copy_global_to_shared(at, [spot, 0], bar, W1, pred=there)
-    tma.async_copy_global_to_shared(at, [2 * N * lines + spot, 0], bar, W2, pred=there)
 
 
 @gluon.jit
@@ -331,7 +304,7 @@ def pull_chunks(
     W1, S1, W2, S2, X2, D1 = tile(), tile(), tile(), tile(), tile(), tile()
     Y1, Y2, QS, QF = tile(), tile(), tile(), tile()
     Q2, SL = tiles(N), tiles(N)
-    bars = barriers(2)
+    bars = barriers(3)
     bar = bars.index(0)
     mbarrier.expect(bar, 6 * BYTES)
     tma.async_copy_global_to_shared(q, [line, head * C], bar, Q)
@@ -340,7 +313,8 @@ def pull_chunks(
     tma.async_copy_global_to_shared(blend, [place * 2 * C + C, 0], bar, B2)
     tma.async_copy_global_to_shared(tape, [2 * N * lines + place * C, 0], bar, D2)
     tma.async_copy_global_to_shared(grad_y, [line, head * C], bar, Y)
-    fetch_slice(at, tape, lines, W1, S1, W2, S2, X2, D1, bars.index(1), spot, N, True)
+    fetch_first(at, tape, lines, W1, S1, D1, bars.index(1), spot, N, True)
+    fetch_second(at, tape, lines, W2, S2, X2, bars.index(2), spot, N, True)
     t = gl.arange(0, C, layout=ROWS)
     column = gl.arange(0, C, layout=COLUMNS)
     share = shares + long * 10 * C + t
@@ -362,15 +336,17 @@ def pull_chunks(
         a, b = begin(Q, W1), begin(Q, S1)
         by_weight, by_surprise = warpgroup_mma_wait(0, deps=(a, b))
         value = warpgroup_mma(R1, D1, share1 * by_weight + drift1 * by_surprise)
+        fetch_first(at, tape, lines, W1, S1, D1, bars.index(1), spot + (f + 1) % N * C, N, True)
         cdf, pdf = cdf_pdf(value)
         put(Q2.index(f), value * cdf)
         put(SL.index(f), cdf + value * pdf)
         fence_async_shared()
+        mbarrier.wait(bars.index(2), f & 1)
         a = warpgroup_mma(Q2.index(f), flipped(X2), score2, is_async=True)
         b = warpgroup_mma(Q2.index(f), W2, by_weight2, is_async=True)
         c = warpgroup_mma(Q2.index(f), S2, by_surprise2, is_async=True)
         score2, by_weight2, by_surprise2 = warpgroup_mma_wait(0, deps=(a, b, c))
-        fetch_slice(at, tape, lines, W1, S1, W2, S2, X2, D1, bars.index(1), spot + (f + 1) % N * C, N, True)
+        fetch_second(at, tape, lines, W2, S2, X2, bars.index(2), spot + (f + 1) % N * C, N, True)
     put(R2, -score2 * floats(B2) * step2)
     fence_async_shared()
     out = warpgroup_mma(R2, D2, share2 * by_weight2 + drift2 * by_surprise2)
@@ -402,7 +378,7 @@ def pull_chunks(
     of_share, of_drift, pull, by_weight1, by_surprise1 = zeros(), zeros(), zeros(), zeros(), zeros()
     for f in range(N):
         here = spot + f * C
-        mbarrier.wait(bars.index(1), (N + f) & 1)
+        mbarrier.wait(bars.index(2), (N + f) & 1)
         a, b = begin(Y2, flipped(W2)), begin(Y2, flipped(S2))
         by_weight, by_surprise = warpgroup_mma_wait(0, deps=(a, b))
         active = floats(Q2.index(f))
@@ -412,6 +388,7 @@ def pull_chunks(
         tma.store_wait(0)
         put(Y1, back)
         fence_async_shared()
+        mbarrier.wait(bars.index(1), (N + f) & 1)
         a = warpgroup_mma(Y1, flipped(D1), pull, is_async=True)
         b = warpgroup_mma(Y1, flipped(W1), by_weight1, is_async=True)
         c = warpgroup_mma(Y1, flipped(S1), by_surprise1, is_async=True)
@@ -434,7 +411,8 @@ def pull_chunks(
         tma.async_copy_shared_to_global(tape, [(8 * N + 4) * lines + here, 0], W2)
         tma.async_copy_shared_to_global(tape, [(9 * N + 4) * lines + here, 0], S2)
         tma.store_wait(0)
-        fetch_slice(at, tape, lines, W1, S1, W2, S2, X2, D1, bars.index(1), here + C, N, f + 1 < N)
+        fetch_second(at, tape, lines, W2, S2, X2, bars.index(2), here + C, N, f + 1 < N)
+        fetch_first(at, tape, lines, W1, S1, D1, bars.index(1), here + C, N, f + 1 < N)
     to_share, to_drift = sums(of_share, of_drift)
     gl.store(grad_shares + (long * 10 + 5) * C + t, to_share)
     gl.store(grad_shares + (long * 10 + 6) * C + t, to_drift)
@@ -492,7 +470,7 @@ def end_shares(w1, s1, w2, s2, to_w1, to_s1, to_w2, to_s2):
 
 @gluon.jit
 def write_chunks_backward(
-    k, v, gain, shares, steps, norms, at, tape, states, parts, inv_stds, alongs,
+    k, v, gain, shares, steps, norms, at, tape, states, inv_stds, alongs, parts,
     grad_steps, grad_shares, grad_ends, grad_w1, grad_s1, grad_w2, grad_s2, grad_k, grad_v, grad_gain,
     tokens, heads, count, lines, clip,
     N: gl.constexpr, NORM: gl.constexpr, RESIDUAL: gl.constexpr, CLIP: gl.constexpr,
@@ -544,10 +522,10 @@ def write_chunks_backward(
         along_w2, along_s2, back_w1, back_s1 = zeros(), zeros(), zeros(), zeros()
         mbarrier.wait(bars.index(0), back_ & 1)
         for f in range(N):
-            put(GW1, gl.load(grad_w1 + wide + f * C))
-            put(GS1, gl.load(grad_s1 + wide + f * C))
-            put(GW2, gl.load(grad_w2 + tall + f * C * C))
-            put(GS2, gl.load(grad_s2 + tall + f * C * C))
+            put(GW1, kept(grad_w1 + wide + f * C))
+            put(GS1, kept(grad_s1 + wide + f * C))
+            put(GW2, kept(grad_w2 + tall + f * C * C))
+            put(GS2, kept(grad_s2 + tall + f * C * C))
             fence_async_shared()
             mbarrier.wait(bars.index(1), turn)
             turn = turn ^ 1
@@ -640,8 +618,8 @@ def write_chunks_backward(
             mbarrier.wait(bars.index(1), turn)
             turn = turn ^ 1
             matrix = (long * N + f) * (C * C) + square
-            to_w1, to_s1 = gl.load(grad_w1 + wide + f * C), gl.load(grad_s1 + wide + f * C)
-            to_w2, to_s2 = gl.load(grad_w2 + tall + f * C * C), gl.load(grad_s2 + tall + f * C * C)
+            to_w1, to_s1 = kept(grad_w1 + wide + f * C), kept(grad_s1 + wide + f * C)
+            to_w2, to_s2 = kept(grad_w2 + tall + f * C * C), kept(grad_s2 + tall + f * C * C)
             surprise1, surprise2 = gl.load(states + N * kind + matrix), gl.load(states + 3 * N * kind + matrix)
             to_x2 = floats(U.index(f)) - pull_x2 * floats(B)
             to_x2 = warpgroup_mma(Z2, flipped(F), to_x2)
@@ -655,14 +633,14 @@ def write_chunks_backward(
             at_parts = parts + matrix
             more_w1, more_s1 = gl.load(at_parts + (6 * N + 4) * kind), gl.load(at_parts + (7 * N + 4) * kind)
             more_w2, more_s2 = gl.load(at_parts + (8 * N + 4) * kind), gl.load(at_parts + (9 * N + 4) * kind)
-            gl.store(grad_s1 + wide + f * C, carry1 * to_s1 + drift1 * to_w1 + more_s1.to(gl.float32))
-            gl.store(grad_s2 + tall + f * C * C, carry2 * to_s2 + drift2 * to_w2 + more_s2.to(gl.float32))
+            keep(grad_s1 + wide + f * C, carry1 * to_s1 + drift1 * to_w1 + more_s1.to(gl.float32))
+            keep(grad_s2 + tall + f * C * C, carry2 * to_s2 + drift2 * to_w2 + more_s2.to(gl.float32))
             b = warpgroup_mma(flipped(K), Z1.index(f), share1 * to_w1 + more_w1.to(gl.float32), is_async=True)
             c = warpgroup_mma(flipped(B), Z2, share2 * to_w2 + more_w2.to(gl.float32), is_async=True)
             c = warpgroup_mma(flipped(E1.index(f)), D2, c, is_async=True)
             to_keys, to_w1, to_w2 = warpgroup_mma_wait(0, deps=(a, b, c))
-            gl.store(grad_w1 + wide + f * C, to_w1)
-            gl.store(grad_w2 + tall + f * C * C, to_w2)
+            keep(grad_w1 + wide + f * C, to_w1)
+            keep(grad_w2 + tall + f * C * C, to_w2)
             next = (f + 1) * C
             fetch_four(
                 tape, tape, at, at, A, B, E, F, bars.index(1), at_sl + next, at_x2 + next, spot + next,
