@@ -20,7 +20,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 import titanmem
-from titanmem.data.recall import recall_batch
+from titanmem.tasks.recall import recall_batch
 from titanmem.train.config import OptimConfig
 from titanmem.train.optim import make_optimizer
 

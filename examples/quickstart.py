@@ -29,7 +29,7 @@ from tqdm import tqdm
 
 from titanmem import TitansConfig, TitansLM
 from titanmem.data.loader import held_out_rows
-from titanmem.data.recall import recall_batch
+from titanmem.tasks.recall import recall_batch
 from titanmem.data.shards import TokenShards
 from titanmem.models.cost import parameters
 from titanmem.models.sizes import fit_mlp

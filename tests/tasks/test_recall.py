@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from titanmem.data.recall import recall_batch
+from titanmem.tasks.recall import recall_batch
 
 
 def test_every_key_is_asked_once_and_its_value_is_in_the_row():

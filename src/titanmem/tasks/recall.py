@@ -2,10 +2,29 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 
 from titanmem.config import require
+from titanmem.tasks.base import IGNORED, Level, Rows, Task
+
+
+class Recall(Task):
+    """Levels: length, pairs, and questions (default: each pair once)."""
+
+    name: ClassVar[str] = "recall"
+
+    def __init__(self, vocab_size: int = 512) -> None:
+        self.vocab_size = vocab_size
+
+    def batch(self, rows: int, level: Level, generator: torch.Generator) -> Rows:
+        given = (level["length"], level["pairs"], self.vocab_size, level.get("questions"))
+        return Rows(*recall_batch(rows, *given, generator=generator))
+
+    def chance(self, level: Level) -> float:
+        return 1 / (self.vocab_size - self.vocab_size // 2)
 
 
 def recall_batch(
@@ -42,5 +61,5 @@ def recall_batch(
     if questions is not None:
         which = torch.randint(0, pairs, (rows, count), generator=generator, device=device)
         keys, values = keys.gather(1, which), values.gather(1, which)
-    targets = torch.full((rows, length), -100, device=device)
+    targets = torch.full((rows, length), IGNORED, device=device)
     return ids.scatter(1, asked, keys), targets.scatter(1, asked, values)

@@ -1,0 +1,50 @@
+"""What all tasks share: rows of ids with questions in them, made from a generator and stored nowhere."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+IGNORED = -100  # no question here
+
+Level = Mapping[str, Any]  # how hard a row is: {"length": 256, "pairs": 32}
+
+
+class Rows(NamedTuple):
+    """ids [rows, length] and what a model should predict at every place, IGNORED where nothing is asked."""
+
+    ids: Tensor
+    targets: Tensor
+
+
+class Task(ABC):
+    """A task makes rows of any level; the same generator makes the same rows."""
+
+    name: ClassVar[str]
+    vocab_size: int
+
+    @abstractmethod
+    def batch(self, rows: int, level: Level, generator: torch.Generator) -> Rows:
+        """So many rows of one level."""
+
+    @abstractmethod
+    def chance(self, level: Level) -> float:
+        """The accuracy of guessing among the answers that are possible."""
+
+
+def generator_of(*numbers: int) -> torch.Generator:
+    """A generator for a row, step or sample, another one for other numbers."""
+    mixed = 0
+    for number in numbers:  # a linear congruence over the numbers: neighbours land far apart
+        mixed = (mixed * 6_364_136_223_846_793_005 + number + 1_442_695_040_888_963_407) % 2**63
+    return torch.Generator().manual_seed(mixed)
+
+
+def accuracy(predicted: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Right answers and questions of every row."""
+    asked = targets != IGNORED
+    return ((predicted == targets) & asked).sum(1), asked.sum(1)

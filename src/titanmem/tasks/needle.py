@@ -1,0 +1,89 @@
+"""Needle in a haystack, RULER's single needle (Hsieh et al. 2024, arXiv 2404.06654; Titans, Table 2).
+
+pk   five sentences of noise again and again, a number of seven digits
+n    essays or novels, a number of seven digits
+w    essays or novels, a word
+uuid the same with a UUID
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+
+from titanmem.config import require
+from titanmem.data.tokenizer import Tokenizer
+from titanmem.tasks.base import Level
+from titanmem.tasks.haystack import Haystack
+from titanmem.tasks.text import Sample, TextTask, room_for
+
+KINDS = {"pk": "number", "n": "number", "w": "word", "uuid": "uuid"}
+
+NEEDLE = " One of the special magic {type}s for {key} is: {value}. "
+BEFORE = (
+    "A special magic {type} is hidden within the following text. Make sure to memorize it. I will quiz you about the "
+    "{type} afterwards.\n"
+)
+AFTER = (
+    "\nWhat is the special magic {type} for {key} mentioned in the provided text? The special magic {type} for {key} "
+    "mentioned in the provided text is"
+)
+ADJECTIVES = (  # noqa: SIM905
+    "ample amber apt bold brave brisk broad calm clear clever cool crisp dapper deep eager early fair fancy fine "
+    "firm fond free fresh gentle glad grand great hardy keen kind large late light lively lucky mellow merry mild "
+    "modest neat noble plain plucky polite prime proud quick quiet rapid rare ready rich round sharp shiny silent "
+    "simple sleek slim smart smooth sober soft solid spare steady sturdy sunny sweet swift tall tame tidy tiny vast "
+    "vivid warm wide wise young"
+).split()
+NOUNS = (  # noqa: SIM905
+    "acorn anchor apple arch arrow badge basin basket beacon bell bench berry birch bird boat bridge brook bucket "
+    "cabin candle canyon castle cedar chair cherry circle cliff cloud clover comet copper coral cradle crane creek "
+    "crown dawn delta desert dove drum eagle echo ember falcon feather fern field flame flute forest fountain fox "
+    "garden gate glacier harbor hazel hill island ivory jewel kettle lake lantern laurel leaf lemon lily linen "
+    "maple meadow mirror moon oak ocean olive orchard otter owl paper pearl pebble pine planet plum pond prairie "
+    "quartz rabbit raven reed ribbon river robin rocket rose saddle sail sand shadow shell silver spark spruce star "
+    "stone storm stream summit thistle tiger timber tower trail tulip valley velvet violet walnut wave whistle "
+    "willow window winter wren"
+).split()
+
+
+class Needle(TextTask):
+    """Levels: length, and depth in [0, 1] (default: anywhere)."""
+
+    name: ClassVar[str] = "needle"
+
+    def __init__(self, tokenizer: Tokenizer, kind: str = "pk", haystack: Haystack | None = None) -> None:
+        require(kind in KINDS, f"unknown needle {kind!r}; known: {', '.join(KINDS)}")
+        require(
+            kind == "pk" or haystack is not None, f"needle {kind!r} is hidden in a text: give a folder or a .txt file"
+        )
+        super().__init__(tokenizer, haystack or Haystack.noise(tokenizer))
+        self.kind, self.type = kind, KINDS[kind]
+
+    def sample(self, level: Level, generator: torch.Generator) -> Sample:
+        key, value = word(generator), self.value(generator)
+        depth = level.get("depth")
+        depth = float(torch.rand((), generator=generator)) if depth is None else float(depth)
+        require(0 <= depth <= 1, f"the needle's depth lies in [0, 1], got {depth}")
+        texts = [part.format(type=self.type, key=key, value=value) for part in (BEFORE, NEEDLE, AFTER)]
+        before, needle, after = self.tokenizer.encode_batch(texts)
+        answer = self.tokenizer.encode(f" {value}")
+        fixed = len(before) + len(needle) + len(after) + len(answer) + 1
+        room = room_for(int(level["length"]), fixed, "needle, question and answer")
+        return Sample(before + self.scatter([needle], [depth], room, generator) + after, value, answer)
+
+    def value(self, generator: torch.Generator) -> str:
+        """What is hidden."""
+        if self.type == "word":
+            return word(generator)
+        if self.type == "uuid":
+            digits = "".join(f"{d:x}" for d in torch.randint(0, 16, (32,), generator=generator).tolist())
+            return "-".join(digits[a:b] for a, b in ((0, 8), (8, 12), (12, 16), (16, 20), (20, 32)))
+        return str(int(torch.randint(1_000_000, 10_000_000, (), generator=generator)))
+
+
+def word(generator: torch.Generator) -> str:
+    """An adjective and a noun."""
+    first, second = (words[int(torch.randint(0, len(words), (), generator=generator))] for words in (ADJECTIVES, NOUNS))
+    return f"{first}-{second}"

@@ -1,0 +1,96 @@
+"""Prompts have the length that is asked for and hold, at the depth that is asked for, what the question is about."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+from titanmem.data.tokenizer import ByteTokenizer
+from titanmem.tasks.babilong import Babilong, Story, read_stories
+from titanmem.tasks.base import generator_of
+from titanmem.tasks.haystack import Haystack
+from titanmem.tasks.needle import KINDS, Needle
+
+BYTES = ByteTokenizer()
+TEXT = "It was late. Nobody spoke! The train had left an hour before,\nand the next would come at dawn. " * 20
+
+
+@pytest.fixture
+def haystack(tmp_path):
+    (tmp_path / "a.txt").write_text(TEXT)
+    return Haystack.folder(tmp_path, BYTES)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("length", [700, 1003])
+def test_a_reader_finds_the_needle_in_a_prompt_of_the_asked_length(haystack, kind, length):
+    task = Needle(BYTES, kind, None if kind == "pk" else haystack)
+    for number in range(5):
+        sample = task.sample({"length": length}, generator_of(number))
+        prompt = BYTES.decode(sample.prompt)
+        key = re.search(r"for (\S+) mentioned in the provided text\?", prompt)[1]
+        assert re.search(rf"for {key} is: (\S+)\. ", prompt)[1] == sample.answer
+        assert len(sample.prompt) + len(sample.answer_ids) + 1 == length
+
+
+def test_the_needle_lies_at_its_depth():
+    task = Needle(BYTES)
+    places = []
+    for depth in (0, 0.25, 0.5, 0.75, 1):
+        sample = task.sample({"length": 4000, "depth": depth}, generator_of(1))
+        places.append(BYTES.decode(sample.prompt).index("One of the") / len(sample.prompt))
+    assert places == sorted(places)
+    assert all(abs(place - depth) < 0.1 for place, depth in zip(places, (0, 0.25, 0.5, 0.75, 1), strict=True))
+
+
+def test_rows_ask_for_the_answer_and_the_end():
+    task = Needle(BYTES)
+    ids, targets = task.batch(2, {"length": 600}, generator_of(0))
+    assert ids.shape == (2, 599)
+    for row, target in zip(ids, targets, strict=True):
+        asked = target[target >= 0].tolist()
+        assert asked[-1] == BYTES.end
+        assert re.fullmatch(r" \d{7}", BYTES.decode(asked))
+        where = int(torch.nonzero(target >= 0)[0])
+        assert BYTES.decode(row[where + 1 :].tolist()) == BYTES.decode(asked[:-1])
+
+
+def test_a_prompt_that_is_too_short_names_what_is_needed():
+    with pytest.raises(ValueError, match=r"length 100 is shorter than needle, question and answer alone: at least \d+"):
+        Needle(BYTES).sample({"length": 100}, generator_of(0))
+
+
+STORY = Story(("Mary went home.", "John took the apple.", "Mary went out."), "Where is Mary?", "out")
+
+
+def test_facts_keep_their_order_in_the_noise(haystack):
+    task = Babilong(BYTES, {1: [STORY]}, haystack)
+    for number in range(5):
+        sample = task.sample({"length": 900, "qa": 1}, generator_of(number))
+        prompt = BYTES.decode(sample.prompt)
+        places = [prompt.index(fact) for fact in STORY.facts]
+        assert places == sorted(places)
+        assert prompt.endswith("\nQuestion: Where is Mary?\nAnswer:")
+        assert len(sample.prompt) + len(sample.answer_ids) + 1 == 900
+    alone = task.sample({"length": 0}, generator_of(0))
+    assert (
+        BYTES.decode(alone.prompt)
+        == "Mary went home. John took the apple. Mary went out. \nQuestion: Where is Mary?\nAnswer:"
+    )
+
+
+def test_babi_files_are_read_and_broken_lines_are_named(tmp_path):
+    file = tmp_path / "qa1_single_test.txt"
+    first = "1 Mary went home.\n2 Where is Mary? \thome\t1\n3 John slept.\n4 Where is Mary?\thome\t1\n"
+    file.write_text(first + "1 Ann ran.\n2 Who ran?\tAnn\t1\n")
+    stories = read_stories(tmp_path, 1)
+    assert [s.answer for s in stories] == ["home", "home", "Ann"]
+    assert stories[1].facts == ("Mary went home.", "John slept.")
+    assert stories[2].facts == ("Ann ran.",)
+    file.write_text("1 Mary went home.\nWhere?\n")
+    with pytest.raises(ValueError, match="line 2"):
+        read_stories(tmp_path, 1)
+    with pytest.raises(ValueError, match=r"qa2_\*_test.txt"):
+        read_stories(tmp_path, 2)
