@@ -29,10 +29,10 @@ from tqdm import tqdm
 
 from titanmem import TitansConfig, TitansLM
 from titanmem.data.loader import held_out_rows
-from titanmem.tasks.recall import recall_batch
 from titanmem.data.shards import TokenShards
 from titanmem.models.cost import parameters
 from titanmem.models.sizes import fit_mlp
+from titanmem.tasks.recall import recall_batch
 from titanmem.train.config import DataConfig, OptimConfig, TrainConfig
 from titanmem.train.evaluate import memory_work
 from titanmem.train.export import load_run

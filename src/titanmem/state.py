@@ -337,13 +337,15 @@ class FastWeights(State):
         out = []
         held = self.pending
         parts = (self.start_weight, self.start_surprise, held.inputs, held.errors, held.mix)
-        for weight, surprise, x, d, mix in zip(*parts, strict=True):
+        for tensors in zip(*parts, strict=True):
+            weight, surprise, x, d, mix = (t.flatten(0, 1) for t in tensors)
             share = mix[..., row, :]
-            if share.dim() == 3:  # per head: the same for every channel
-                first, second, slots = share[..., :1, None], share[..., 1:2, None], share[..., 2:].unsqueeze(-1)
+            if share.dim() == 2:  # per head: the same for every channel
+                first, second, slots = share[:, :1, None], share[:, 1:2, None], share[:, 2:].unsqueeze(-1)
             else:
-                first, second, slots = share[..., None, :, 0], share[..., None, :, 1], share[..., 2:].mT
-            out.append(first * weight + second * surprise - x.mT @ (slots * d))
+                first, second, slots = share[:, None, :, 0], share[:, None, :, 1], share[..., 2:].mT
+            now = (second * surprise).addcmul_(first, weight).baddbmm_(x.mT, slots * d, alpha=-1)
+            out.append(now.unflatten(0, tensors[0].shape[:2]))
         return tuple(out)
 
     def settle(self) -> FastWeights:

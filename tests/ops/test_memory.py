@@ -10,8 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from support import assert_close, make_problem, solve
 from titanmem import backend
-from titanmem.ops.memory import Gates, memory, memory_probe, memory_read
-from titanmem.ops.memory.network import inner_writes
+from titanmem.ops.memory import Gates, chunked, memory, memory_probe, memory_read
+from titanmem.ops.memory.network import inner_writes, row_matmul
 from titanmem.state import FastWeights
 
 
@@ -110,6 +110,22 @@ def test_chunked_equals_the_token_loop_with_every_gradient(case, chunk_len):
     p = make_problem(**make)
     whole = {key: value for key, value in how.items() if key != "cuts"}
     assert_close(solve(p, "chunked", chunk_len, **how), solve(p, "reference", chunk_len, **whole))
+
+
+@pytest.mark.parametrize("how", [{}, {"cuts": (6,)}, {"lengths": torch.tensor([13, 6])}])
+def test_products_that_are_too_many_to_keep_are_taken_again(how, monkeypatch):
+    p = make_problem(tokens=13)
+    kept = solve(p, "chunked", 2, **how)
+    monkeypatch.setattr(chunked, "MOST_PRODUCTS", 0)
+    assert_close(solve(p, "chunked", 2, **how), kept)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_single_row_is_multiplied_in_pieces(rows, monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    x, w = torch.randn(1, rows, 256, dtype=torch.float64), torch.randn(1, 256, 512, dtype=torch.float64)
+    back = w.mT.contiguous().mT
+    assert_close([row_matmul(x, w, x.dtype), row_matmul(x, back, x.dtype)], [x @ w, x @ w])
 
 
 @pytest.mark.parametrize("chunk_len", [1, 4])

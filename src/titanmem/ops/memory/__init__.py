@@ -198,7 +198,7 @@ def _scan(
         if graded:
             y, after = chunked.scan_autograd(scan, carry)
         else:
-            y, after, _ = chunked.scan_forward(scan, carry, keep=False)
+            y, after = chunked.scan_forward(scan, carry)
         out = custom_op.close_scan(scan, y, after, carry.old, call[0].dtype)
     else:
         full: Any = (*call, graded, form)

@@ -8,21 +8,23 @@ coefficients [N, ...], gates per channel [N, O_l, ...]. A list is always one ent
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from titanmem.ops.memory.coefficients import Coefficients
 from titanmem.ops.memory.network import (
+    Products,
     Writes,
     add_matmul_,
     finish,
     gelu,
-    gelu_slope,
+    gelu_pullback,
     inner_writes,
     inner_writes_backward,
+    known_writes,
     matmul,
-    norm_pullback,
     normalise,
 )
 
@@ -48,6 +50,11 @@ class Pending:
     inputs: list[Tensor]  # X_l [N, C, I_l]
     errors: list[Tensor]  # D_l [N, C, O_l]
     mix: list[Tensor]  # [N, 2, C + 2] or [N, O_l, 2, C + 2]
+
+    @property
+    def lists(self) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+        """All three, in this order."""
+        return self.inputs, self.errors, self.mix
 
 
 @dataclass
@@ -95,7 +102,7 @@ class Tape:
     """Everything `chunk_read` computed that folding and the backward pass need."""
 
     writes: Writes
-    shrink: list[Tensor | None]  # clip factors [N, T], None: no clip
+    clips: list[Clip | None]  # None: no clip
     step: list[Tensor]  # clipped steps
     inputs: list[Tensor]  # X_l of the whole chunk so far [N, C, I_l]
     errors: list[Tensor]  # D_l [N, C, O_l]
@@ -105,6 +112,33 @@ class Tape:
     query: list[Tensor]  # Q_l
     before: list[Tensor]  # Y_l
     last: list[Tensor]  # mix after the last token [N, 2, 2 + C]
+
+    @property
+    def products(self) -> Products:
+        """What the backward pass would have to multiply again."""
+        return Products(self.writes.before, self.writes.back, self.score, self.before)
+
+    def split(self, rows: int) -> list[Tape]:
+        """The tapes of single chunks out of one that holds the rows of many."""
+        return [_rows(self, slice(at, at + rows)) for at in range(0, len(self.writes.miss), rows)]
+
+
+@dataclass
+class Clip:
+    """The clip of one matrix, per token [N, T]."""
+
+    factor: Tensor  # min(1, clip / (‖x_t‖ ‖d_t‖))
+    inputs: Tensor  # ‖x_t‖²
+    errors: Tensor  # ‖d_t‖²
+
+
+def _rows(x: Any, index: slice) -> Any:
+    """The chosen rows of every tensor in a tree of dataclasses, lists and tuples."""
+    if isinstance(x, Tensor):
+        return x[index]
+    if isinstance(x, list | tuple):
+        return type(x)(_rows(item, index) for item in x)
+    return x if x is None else type(x)(*(_rows(item, index) for item in vars(x).values()))
 
 
 def by_token(x: Tensor, like: Tensor) -> Tensor:
@@ -117,17 +151,10 @@ def by_weight(x: Tensor) -> Tensor:
     return x[..., None, None] if x.dim() == 1 else x.unsqueeze(1)
 
 
-def _sum_writes(score: Tensor, blend: Tensor, errors: Tensor, operand: torch.dtype) -> Tensor:
-    """Σ_i score[t, i] blend[t, i] d_i: [N, T, O]."""
-    if blend.dim() == score.dim():
-        return matmul(score * blend, errors, operand)
-    return ((score.unsqueeze(1) * blend) @ errors.mT.unsqueeze(-1)).squeeze(-1).mT
-
-
-def clip_factor(x: Tensor, d: Tensor, clip: float) -> Tensor:
-    """min(1, clip / (‖x_t‖ ‖d_t‖)): keeps every token's gradient within `clip` (equation 5)."""
-    square = x.square().sum(-1) * d.square().sum(-1)
-    return clip * torch.rsqrt(square.clamp(min=clip * clip))
+def clip_writes(x: Tensor, d: Tensor, clip: float) -> Clip:
+    """Keep every token's gradient within `clip` (equation 5)."""
+    inputs, errors = x.square().sum(-1), d.square().sum(-1)
+    return Clip(clip * torch.rsqrt((inputs * errors).clamp(min=clip * clip)), inputs, errors)
 
 
 def chunk_read(
@@ -139,31 +166,47 @@ def chunk_read(
     x = tokens.q
     for index, (weight, momentum) in enumerate(zip(start, surprise, strict=True)):
         _columns(tape, index, old, tokens, net)
-        keep, drift = tape.share[index]
-        inputs, errors, blend = tape.inputs[index], tape.errors[index], tape.blend[index]
         x = gelu(tape.before[-1]) if index else x
-        score = matmul(x, inputs.mT, net.operand)
-        y = by_token(keep, errors) * matmul(x, weight, net.operand)
-        y = y + by_token(drift, errors) * matmul(x, momentum, net.operand)
-        tape.score.append(score)
         tape.query.append(x)
-        tape.before.append(y - _sum_writes(score, blend, errors, net.operand))
+        tape.score.append(matmul(x, tape.inputs[index].mT, net.operand))
+        tape.before.append(_read_matrix(tape, index, weight, momentum, net.operand))
     return finish(tokens.q, tape.before[-1], net.gain, net.residual), tape
+
+
+def chunk_replay(known: Products, tokens: Tokens, net: Network) -> Tape:
+    """The tape of `chunk_read` from the products it took. Needs no state, so the rows may be those of many chunks,
+    none of them with pending writes."""
+    writes = known_writes(known, tokens.k, tokens.v, net.gain, net.residual)
+    query = [tokens.q, *(gelu(y) for y in known.read[:-1])]
+    tape = Tape(writes, [], [], [], [], [], known.score, [], query, known.read, [])
+    for index in range(len(query)):
+        _columns(tape, index, None, tokens, net)
+    return tape
+
+
+def _read_matrix(tape: Tape, index: int, weight: Tensor, surprise: Tensor, operand: torch.dtype) -> Tensor:
+    """Y_l: the queries through every token's own matrix (equation 16)."""
+    x, errors, score, blend = tape.query[index], tape.errors[index], tape.score[index], tape.blend[index]
+    keep, drift = (by_token(share, errors) for share in tape.share[index])
+    from_weight, from_surprise = matmul(x, weight, operand), matmul(x, surprise, operand)
+    if blend.dim() > score.dim():  # per channel, under autograd
+        writes = ((score.unsqueeze(1) * blend) @ errors.mT.unsqueeze(-1)).squeeze(-1).mT
+        return keep * from_weight + drift * from_surprise - writes
+    return add_matmul_(from_weight.mul_(keep).addcmul_(from_surprise, drift), score * blend, errors, operand, -1)
 
 
 def _columns(tape: Tape, index: int, old: Pending | None, tokens: Tokens, net: Network) -> None:
     """Seat pending and new writes in the chunk's slots and put their coefficients on the tape (equations 10–13)."""
     inputs, errors = tape.writes.inputs[index], tape.writes.errors[index]
     co, step = tokens.co[index], tokens.step[index]
-    shrink = None
+    clip = None
     if net.clip > 0:
-        shrink = clip_factor(inputs, errors, net.clip)
-        step = step * (shrink if step.dim() == shrink.dim() else shrink.unsqueeze(1))
+        clip = clip_writes(inputs, errors, net.clip)
+        step = step * (clip.factor if step.dim() == clip.factor.dim() else clip.factor.unsqueeze(1))
     blend = tokens.seat(co.blend * step.unsqueeze(-2), -1)
     carried = tokens.seat(co.carry_to[..., -1, :] * step, -1)
     inputs, errors = tokens.seat(inputs, 1), tokens.seat(errors, 1)
-    keep, drift, carry = co.keep, co.drift, torch.zeros_like(co.carry[..., -1:])
-    carry = torch.cat([carry, co.carry[..., -1:]], -1)
+    keep, drift, carry = co.keep, co.drift, torch.nn.functional.pad(co.carry[..., -1:], (1, 0))
     if old is not None:
         first_read, first_hold = old.mix[index].unbind(-2)
         reads = keep.unsqueeze(-1) * first_read.unsqueeze(-2) + drift.unsqueeze(-1) * first_hold.unsqueeze(-2)
@@ -172,7 +215,7 @@ def _columns(tape: Tape, index: int, old: Pending | None, tokens: Tokens, net: N
         blend, carried = blend + reads[..., 2:], carried + holds[..., 2:]
         inputs, errors = inputs + old.inputs[index], errors + old.errors[index]
     read = torch.cat([keep[..., -1:], drift[..., -1:], blend[..., -1, :]], -1)
-    tape.shrink.append(shrink)
+    tape.clips.append(clip)
     tape.step.append(step)
     tape.inputs.append(inputs)
     tape.errors.append(errors)
@@ -207,7 +250,7 @@ def fold(
 @dataclass
 class ChunkGrads:
     """What flows through a chunk backwards. `weight` and `surprise` come in as gradients of the state after the chunk
-    (None: nothing was folded) and leave as gradients of the state before it."""
+    and leave as gradients of the state before it."""
 
     weight: list[Tensor]
     surprise: list[Tensor]
@@ -217,32 +260,30 @@ class ChunkGrads:
 
 
 def fold_backward(
-    grads: ChunkGrads,
+    grad_weight: list[Tensor],
+    grad_surprise: list[Tensor],
     weight: list[Tensor],
     surprise: list[Tensor],
     tape: Tape,
     last: list[Tensor],
     operand: torch.dtype,
-) -> list[Tensor]:
-    """Pull grads.weight and grads.surprise through `fold` in place; returns the gradients of `last`."""
-    grad_rows = []
+) -> Pending:
+    """Pull the gradients of weight and surprise through `fold` in place; returns those of X, D and `last`."""
+    grads = Pending([], [], [])
     for index, (w, s) in enumerate(zip(weight, surprise, strict=True)):
         x, d, row = tape.inputs[index], tape.errors[index], last[index]
-        grad_w, grad_s = grads.weight[index], grads.surprise[index]
-        read, hold = row[:, 0, 2:].unsqueeze(-1), row[:, 1, 2:].unsqueeze(-1)
+        grad_w, grad_s = grad_weight[index], grad_surprise[index]
+        read, hold = row[:, :, 2:, None].neg().unbind(1)
         x_w, x_s = matmul(x, grad_w, operand), matmul(x, grad_s, operand)
-        grads.errors[index].sub_(read * x_w).sub_(hold * x_s)
-        add_matmul_(grads.inputs[index], read * d, grad_w.mT, operand, -1)
-        add_matmul_(grads.inputs[index], hold * d, grad_s.mT, operand, -1)
-        zero = torch.zeros_like(row[:, 0, 0])
-        start = torch.stack(
-            [torch.stack([_dot(w, grad_w), _dot(s, grad_w)], -1), torch.stack([zero, _dot(s, grad_s)], -1)], 1
-        )
-        slots = torch.stack([-(x_w * d).sum(-1), -(x_s * d).sum(-1)], 1)
-        grad_rows.append(torch.cat([start, slots], -1))
+        start = [_dot(w, grad_w), _dot(s, grad_w), torch.zeros_like(row[:, 0, 0]), _dot(s, grad_s)]
+        slots = torch.stack([(x_w * d).sum(-1), (x_s * d).sum(-1)], 1).neg_()
+        grads.mix.append(torch.cat([torch.stack(start, -1).unflatten(-1, (2, 2)), slots], -1))
+        grads.errors.append(x_w.mul_(read).addcmul_(x_s, hold))
+        grad_x = matmul(read * d, grad_w.mT, operand)
+        grads.inputs.append(add_matmul_(grad_x, hold * d, grad_s.mT, operand))
         grad_s.mul_(by_weight(row[:, 1, 1])).addcmul_(grad_w, by_weight(row[:, 0, 1]))
         grad_w.mul_(by_weight(row[:, 0, 0]))
-    return grad_rows
+    return grads
 
 
 def _dot(a: Tensor, b: Tensor) -> Tensor:
@@ -277,29 +318,28 @@ def chunk_backward(
     grad_gain = None
     grad = grad_y
     if net.gain is not None:
-        unit, inv_std = normalise(tape.before[-1])
-        grad_gain = (grad_y * unit).sum(1)
-        grad = norm_pullback(unit, inv_std, net.gain * grad_y)
+        normed = normalise(tape.before[-1])
+        grad_gain = (grad_y * normed.unit).sum(1)
+        grad = normed.pull(net.gain * grad_y)
     gates = GateGrads([], [], [], [], [], [], [])
     rows: list[tuple[Tensor, Tensor, Tensor]] = []
     for index in reversed(range(len(start))):
         grad, row = _read_backward(grads, grad, index, start[index], surprise[index], tape, net.operand)
         rows.insert(0, row)
         if index:
-            grad = grad * gelu_slope(tape.before[index - 1])
+            grad = gelu_pullback(grad, tape.before[index - 1])
     grad_q = grad + grad_y if net.residual else grad
 
     new_inputs = [tokens.unseat(x, 1) for x in grads.inputs]
     new_errors = [tokens.unseat(x, 1) for x in grads.errors]
     for index, row in enumerate(rows):
         _coefficient_grads(gates, grads.last[index], row, index, old, tokens, tape)
-        shrink = tape.shrink[index]
-        if shrink is not None:
-            x, d = tape.writes.inputs[index], tape.writes.errors[index]
-            pull = torch.where(shrink < 1, gates.step[index] * tape.step[index], 0).unsqueeze(-1)
-            new_inputs[index] = new_inputs[index] - pull * x / x.square().sum(-1, keepdim=True).clamp(min=1e-38)
-            new_errors[index] = new_errors[index] - pull * d / d.square().sum(-1, keepdim=True).clamp(min=1e-38)
-            gates.step[index] = gates.step[index] * shrink
+        clip = tape.clips[index]
+        if clip is not None:
+            pull = torch.where(clip.factor < 1, gates.step[index] * tape.step[index], 0)
+            _clip_backward(new_inputs[index], pull, tape.writes.inputs[index], clip.inputs)
+            _clip_backward(new_errors[index], pull, tape.writes.errors[index], clip.errors)
+            gates.step[index] = gates.step[index] * clip.factor
     grad_k, grad_v, gain_keys = inner_writes_backward(
         tape.writes, start, grads.weight, new_inputs, new_errors, net.gain, net.residual, net.operand
     )
@@ -308,22 +348,29 @@ def chunk_backward(
     return grad_q, grad_k, grad_v, grad_gain, gates
 
 
+def _clip_backward(grad: Tensor, pull: Tensor, rows: Tensor, squares: Tensor) -> None:
+    """The clip's share of the gradient of X or D, in place (equation 21)."""
+    grad.addcmul_(rows, (pull / squares.clamp(min=1e-38)).unsqueeze(-1), value=-1)
+
+
 def _read_backward(
     grads: ChunkGrads, grad: Tensor, index: int, weight: Tensor, surprise: Tensor, tape: Tape, operand: torch.dtype
 ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
     """One matrix of the query side (equations 16–18): gradients of Q_l, and of both shares and G_l."""
     query, score, blend = tape.query[index], tape.score[index], tape.blend[index]
     keep, drift = (x.unsqueeze(-1) for x in tape.share[index])
-    back = -matmul(grad, tape.errors[index].mT, operand)
+    back = matmul(grad, tape.errors[index].mT, operand).neg_()
     grad_blend = back * score
-    grad_score = back * blend
+    grad_score = back.mul_(blend)
     add_matmul_(grads.errors[index], (score * blend).mT, grad, operand, -1)
     add_matmul_(grads.inputs[index], grad_score.mT, query, operand)
     from_weight, from_surprise = matmul(grad, weight.mT, operand), matmul(grad, surprise.mT, operand)
     add_matmul_(grads.weight[index], (keep * query).mT, grad, operand)
     add_matmul_(grads.surprise[index], (drift * query).mT, grad, operand)
-    grad_query = keep * from_weight + drift * from_surprise + matmul(grad_score, tape.inputs[index], operand)
-    return grad_query, ((from_weight * query).sum(-1), (from_surprise * query).sum(-1), grad_blend)
+    shares = (from_weight * query).sum(-1), (from_surprise * query).sum(-1)
+    grad_query = from_weight.mul_(keep).addcmul_(from_surprise, drift)
+    add_matmul_(grad_query, grad_score, tape.inputs[index], operand)
+    return grad_query, (*shares, grad_blend)
 
 
 def _coefficient_grads(
@@ -338,11 +385,9 @@ def _coefficient_grads(
     """Split the gradients of shares, G_l and the last row into what the gates and the pending mix get."""
     grad_keep, grad_drift, grad_blend = row
     co = tokens.co[index]
-    last = torch.zeros_like(co.keep)
-    last[..., -1] = 1
-    grad_keep = grad_keep + last * grad_last[:, 0, :1]
-    grad_drift = grad_drift + last * grad_last[:, 0, 1:2]
-    grad_blend = grad_blend + last.unsqueeze(-1) * grad_last[:, :1, 2:]
+    grad_keep[:, -1].add_(grad_last[:, 0, 0])
+    grad_drift[:, -1].add_(grad_last[:, 0, 1])
+    grad_blend[:, -1].add_(grad_last[:, 0, 2:])
     grad_new = tokens.unseat(grad_blend, -1).tril()
     grad_carry = tokens.unseat(grad_last[:, 1, 2:], -1)
     gates.step.append((grad_new * co.blend).sum(-2) + grad_carry * co.carry_to[..., -1, :])

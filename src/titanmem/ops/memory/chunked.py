@@ -1,13 +1,16 @@
 """The exact parallel form in plain torch: a loop over chunks, all tokens of a chunk at once.
 
 No tensor of weights per token is ever made. The forward pass keeps the state at every √count-th chunk and the
-backward pass starts again from there, so a call of n chunks holds about 2√n states in training and two otherwise.
+backward pass folds again from there, so a call of n chunks holds about 2√n states in training and two otherwise. Other
+results of matrix products are as small as activations: they are kept too, up to a budget, and else taken again.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -22,11 +25,15 @@ from titanmem.ops.memory.chunk import (
     Tokens,
     chunk_backward,
     chunk_read,
+    chunk_replay,
     fold,
     fold_backward,
 )
 from titanmem.ops.memory.coefficients import Coefficients, coefficients, coefficients_backward
+from titanmem.ops.memory.network import Products
 from titanmem.ops.memory.plan import Plan, per_head
+
+MOST_PRODUCTS = 1 << 28  # bytes: a call whose products are more keeps none, and its backward pass takes them again
 
 
 @dataclass
@@ -147,28 +154,40 @@ class Scan:
             mix.append(_blank_mix(w.new_zeros(*step.shape[1:-1], 2, slots + 2)))
         return Pending(inputs, errors, mix)
 
-    def chunk(
-        self, carry: Carry, chunk: int, co: list[Coefficients], into: list[Tensor] | None
-    ) -> tuple[Tensor, Carry, Carry, Tape]:
-        """One chunk: outputs, the state it started from, the state after it (in `into`, if given), and the tape."""
-        entered = self.enter(carry, chunk)
-        y, tape = chunk_read(entered.weight, entered.surprise, entered.old, self.tokens(chunk, co), self.net)
+    def read(self, entered: Carry, chunk: int, co: list[Coefficients]) -> tuple[Tensor, Tape]:
+        """One chunk's outputs and the tape."""
+        return chunk_read(entered.weight, entered.surprise, entered.old, self.tokens(chunk, co), self.net)
+
+    def replay(self, known: Products, first: int, last: int, co: list[Coefficients]) -> list[Tape]:
+        """The tapes of chunks first … last−1 from their products, all at once. Not with pending writes."""
+        q, k, v, *step = (x[first:last].flatten(0, 1) for x in (self.q, self.k, self.v, *self.step))
+        valid = None if self.valid is None else self.valid[first:last].flatten(0, 1)
+        tokens = Tokens(q, k, v, step, [c.flat() for c in co], self.chunk_len, valid, self.place)
+        gain = None if self.net.gain is None else self.net.gain.repeat(last - first, 1, 1)
+        tape = chunk_replay(known, tokens, replace(self.net, gain=gain))
+        return tape.split(self.q.shape[1])
+
+    def write(self, entered: Carry, chunk: int, tape: Tape, into: list[Tensor] | None) -> Carry:
+        """The state after a chunk, in `into` if given."""
         weight, surprise, left = entered.weight, entered.surprise, entered.left
         if self.plan.stays[chunk]:
             left = self.leave(entered, tape, chunk)
         if self.plan.folds[chunk]:
             weight, surprise = fold(weight, surprise, tape, self.fold_rows(tape, chunk), self.net.operand, into)
-        return y, entered, Carry(weight, surprise, None, left), tape
+        return Carry(weight, surprise, None, left)
 
     def group(
-        self, carry: Carry, first: int, last: int, buffers: list[list[Tensor]] | None = None
+        self, carry: Carry, first: int, last: int, buffers: list[list[Tensor]] | None = None, keep: Kept | None = None
     ) -> tuple[list[Tensor], Carry]:
-        """Chunks first … last−1. Two sets of `buffers` take turns in holding the state."""
+        """Chunks first … last−1, recorded in `keep`. Two sets of `buffers` take turns in holding the state."""
         outputs = []
         co = self.group_coefficients(first, last)
         for chunk in range(first, last):
-            into = None if buffers is None else buffers[chunk % 2]
-            y, _, carry, _ = self.chunk(carry, chunk, [c.chunk(chunk - first) for c in co], into)
+            entered = self.enter(carry, chunk)
+            y, tape = self.read(entered, chunk, [c.chunk(chunk - first) for c in co])
+            if keep is not None:
+                keep.record(chunk, tape.products)
+            carry = self.write(entered, chunk, tape, None if buffers is None else buffers[chunk % 2])
             outputs.append(y)
         return outputs, carry
 
@@ -189,6 +208,10 @@ def choose_pending(flag: Tensor, yes: Pending, no: Pending) -> Pending:
         return [torch.where(_like(flag, x), x, y) for x, y in zip(a, b, strict=True)]
 
     return Pending(choose(yes.inputs, no.inputs), choose(yes.errors, no.errors), choose(yes.mix, no.mix))
+
+
+def _no_pending(like: Pending) -> Pending:
+    return Pending(*([torch.zeros_like(x) for x in xs] for xs in like.lists))
 
 
 def _like(flag: Tensor, x: Tensor) -> Tensor:
@@ -212,21 +235,58 @@ def group_len(count: int) -> int:
     return max(1, math.isqrt(count))
 
 
-def scan_forward(scan: Scan, carry: Carry, keep: bool) -> tuple[Tensor, Carry, list[Tensor]]:
-    """Run all chunks. With `keep`, also return the state at every later group's start, [groups − 1, N, I, O] each."""
+@dataclass
+class Kept:
+    """What the forward pass leaves for the backward pass: the state at every later group's start, [groups − 1, N, I, O]
+    each, and `Products` of all chunks as a flat list of [count, N, T, ·], empty if they are too many."""
+
+    states: list[Tensor]
+    products: list[Tensor]
+
+    @staticmethod
+    def room(weight: Sequence[Tensor], rows: int, count: int, width: int, slots: int) -> Kept:
+        """Empty tensors for a call of `count` chunks of `width` tokens; weights [..., I, O] of N = `rows` rows."""
+        first, shapes = weight[0], [w.shape[-2:] for w in weight]
+        outs = [o for _, o in shapes]
+        widths = [*outs, *outs[:-1], *[slots] * len(outs), *outs]
+        fits = count * rows * width * sum(widths) * first.element_size() <= MOST_PRODUCTS
+        groups = -(-count // group_len(count))
+        return Kept(
+            [first.new_empty(groups - 1, rows, *shape) for shape in shapes * 2],
+            [first.new_empty(count, rows, width, w) for w in widths] if fits else [],
+        )
+
+    @staticmethod
+    def of(flat: list[Tensor], depth: int) -> Kept:
+        """From the flat list that `room` makes: states, then products."""
+        return Kept(flat[: 2 * depth], flat[2 * depth :])
+
+    def record(self, chunk: int, products: Products) -> None:
+        """Keep the products of a chunk, if there is room."""
+        if self.products:
+            flat = [*products.before, *products.back, *products.score, *products.read]
+            for slot, x in zip(self.products, flat, strict=True):
+                slot[chunk] = x
+
+    def of_chunks(self, first: int, last: int) -> Products:
+        """The products of chunks first … last−1, their rows one after the other."""
+        flat, depth = iter([x[first:last].flatten(0, 1) for x in self.products]), len(self.states) // 2
+        return Products(*(list(islice(flat, n)) for n in (depth, depth - 1, depth, depth)))
+
+
+def scan_forward(scan: Scan, carry: Carry, kept: Kept | None = None) -> tuple[Tensor, Carry]:
+    """Run all chunks, filling `kept` if given."""
     count = scan.plan.count
     size = group_len(count)
-    starts = list(range(0, count, size))
-    kept = [x.new_empty(len(starts) - 1, *x.shape) for x in carry.weight + carry.surprise] if keep else []
     buffers = state_buffers(carry, 2) if any(scan.plan.folds) else None
     outputs = []
-    for number, first in enumerate(starts):
-        if keep and number:
-            for slot, x in zip(kept, carry.weight + carry.surprise, strict=True):
+    for number, first in enumerate(range(0, count, size)):
+        if kept is not None and number:
+            for slot, x in zip(kept.states, carry.weight + carry.surprise, strict=True):
                 slot[number - 1] = x
-        y, carry = scan.group(carry, first, min(first + size, count), buffers)
+        y, carry = scan.group(carry, first, min(first + size, count), buffers, kept)
         outputs += y
-    return torch.stack(outputs), carry, kept
+    return torch.stack(outputs), carry
 
 
 def state_buffers(carry: Carry, count: int) -> list[list[Tensor]]:
@@ -264,27 +324,32 @@ class ScanGrads:
 
 
 def scan_backward(
-    scan: Scan, carry: Carry, kept: list[Tensor], grad_y: Tensor, grad_state: list[Tensor], grad_left: Pending | None
+    scan: Scan, carry: Carry, kept: Kept, grad_y: Tensor, grad_state: list[Tensor], grad_left: Pending | None
 ) -> ScanGrads:
-    """Backward of `scan_forward`: groups from last to first, each recomputed from the state at its start."""
+    """Backward of `scan_forward`: groups from last to first, the states of each folded again from that at its start."""
     plan, count, depth = scan.plan, scan.plan.count, len(carry.weight)
     size = group_len(count)
     fresh = [torch.zeros_like(x) for x in scan.fresh_weight + scan.fresh_surprise]
     grads = ScanGrads([], [], [], [], [], [], grad_state[:depth], grad_state[depth:], fresh, None, None)
-    buffers = state_buffers(carry, min(size, count))
+    buffers = state_buffers(carry, min(size, count) - 1)
     for number, first in reversed(list(enumerate(range(0, count, size)))):
         at = carry
         if number:
-            state = [x[number - 1] for x in kept]
+            state = [x[number - 1] for x in kept.states]
             at = Carry(state[:depth], state[depth:], None, None)
         last = min(first + size, count)
         co = scan.group_coefficients(first, last)
         per_chunk = [[c.chunk(i) for c in co] for i in range(last - first)]
+        known: list[Tape] = []
+        if kept.products and at.old is None:
+            known = scan.replay(kept.of_chunks(first, last), first, last, co)
         tapes = []
-        for chunk in range(first, last):
-            at = Carry(at.weight, at.surprise, at.old, None)
-            _, entered, at, tape = scan.chunk(at, chunk, per_chunk[chunk - first], buffers[chunk - first])
+        for i, chunk in enumerate(range(first, last)):
+            entered = scan.enter(at, chunk)
+            tape = known[i] if known else scan.read(entered, chunk, per_chunk[i])[1]
             tapes.append((entered, tape))
+            if chunk + 1 < last:
+                at = scan.write(entered, chunk, tape, buffers[i])
         gates: list[GateGrads] = []
         steps: list[list[Tensor]] = []
         for chunk in reversed(range(first, last)):
@@ -310,24 +375,19 @@ def _chunk_grads(
     grad_left: Pending | None,
 ) -> GateGrads:
     plan, net = scan.plan, scan.net
-    through = ChunkGrads(
-        grads.weight,
-        grads.surprise,
-        [torch.zeros_like(x) for x in tape.last],
-        [torch.zeros_like(x) for x in tape.inputs],
-        [torch.zeros_like(x) for x in tape.errors],
-    )
-    if plan.stays[chunk] and grad_left is not None:
-        blank = Pending(through.inputs, through.errors, through.last)
-        left = choose_pending(scan.rows(plan.ends, chunk), grad_left, blank)
-        through = ChunkGrads(grads.weight, grads.surprise, left.mix, left.inputs, left.errors)
     if plan.folds[chunk]:
         rows = scan.fold_rows(tape, chunk)
-        grad_rows = fold_backward(through, entered.weight, entered.surprise, tape, rows, net.operand)
+        slots = fold_backward(grads.weight, grads.surprise, entered.weight, entered.surprise, tape, rows, net.operand)
         if rows is not tape.last:
             complete = scan.rows(plan.complete, chunk)
-            grad_rows = [torch.where(_like(complete, g), g, 0) for g in grad_rows]
-        through.last = [a + b for a, b in zip(through.last, grad_rows, strict=True)]
+            slots.mix = [torch.where(_like(complete, g), g, 0) for g in slots.mix]
+    else:
+        slots = _no_pending(Pending(tape.inputs, tape.errors, tape.last))
+    if plan.stays[chunk] and grad_left is not None:
+        left = choose_pending(scan.rows(plan.ends, chunk), grad_left, _no_pending(grad_left))
+        both = zip(slots.lists, left.lists, strict=True)
+        slots = Pending(*([a + b for a, b in zip(*lists, strict=True)] for lists in both))
+    through = ChunkGrads(grads.weight, grads.surprise, slots.mix, slots.inputs, slots.errors)
     tokens = scan.tokens(chunk, co)
     grad_q, grad_k, grad_v, grad_gain, gates = chunk_backward(
         through, grad_y[chunk], entered.weight, entered.surprise, entered.old, tokens, tape, net
@@ -345,8 +405,7 @@ def _chunk_grads(
             total.add_(torch.where(_like(reset, grad), grad, 0))
             grad.masked_fill_(_like(reset, grad), 0)
         if grads.old is not None and entered.old is not None:
-            nothing = Pending(*([torch.zeros_like(x) for x in xs] for xs in vars(grads.old).values()))
-            grads.old = choose_pending(reset, nothing, grads.old)
+            grads.old = choose_pending(reset, _no_pending(grads.old), grads.old)
     return gates
 
 

@@ -37,6 +37,13 @@ class Coefficients:
         valid = None if self.valid is None else self.valid[index]
         return Coefficients(keep_to, carry_to, blend, self.keep[index], self.drift[index], self.carry[index], valid)
 
+    def flat(self) -> Coefficients:
+        """Of a group stacked along the first axis: its chunks' rows one after the other."""
+        keep_to, carry_to, blend = (x.flatten(0, 1) for x in (self.keep_to, self.carry_to, self.blend))
+        keep, drift, carry = (x.flatten(0, 1) for x in (self.keep, self.drift, self.carry))
+        valid = None if self.valid is None else self.valid.flatten(0, 1)
+        return Coefficients(keep_to, carry_to, blend, keep, drift, carry, valid)
+
 
 def _products_to(gate: Tensor) -> Tensor:
     """Lower-triangular [t, j] = Π_{j<s≤t} gate_s with a unit diagonal."""

@@ -1,8 +1,8 @@
 """`titanmem::memory_scan`: the chunked form as one node for autograd and torch.compile.
 
 Lists are flat because operators take and return flat lists of tensors: `state` is weights then surprises, `pending`
-inputs, errors, mixes and the offset. The forward returns y, the new state, what is pending, and the states that the
-backward pass starts again from.
+inputs, errors, mixes and the offset. The forward returns y, the new state, what is pending, and what `Kept` holds for
+the backward pass.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from titanmem.ops.memory.chunk import Pending
-from titanmem.ops.memory.chunked import Carry, Scan, ScanGrads, group_len, scan_backward, scan_forward
-from titanmem.ops.memory.plan import Plan, make_plan, on_borders
+from titanmem.ops.memory.chunked import Carry, Kept, Scan, ScanGrads, scan_backward, scan_forward
+from titanmem.ops.memory.plan import Plan, make_plan, on_borders, slot_width
 from titanmem.ops.memory.support import keeps_states, whole_tiles
 
 
@@ -105,11 +105,12 @@ def scan(
     laid, carry = open_scan(
         q, k, v, gates, state, pending, offset, fresh, gain, lengths, starts, count, chunk_len, residual, clip
     )
-    keep = keep and form == "chunked"
-    y, after, kept = scan_forward(laid, carry, keep)
+    kept = make_room(laid, carry) if keep and form == "chunked" else None
+    y, after = scan_forward(laid, carry, kept)
     given = {x.data_ptr() for x in [*state, *pending, *([] if offset is None else [offset])]}
-    out = close_scan(laid, y, after, carry.old, q.dtype) + kept
-    return [x.clone() if x.data_ptr() in given else x.contiguous() for x in out]
+    out = close_scan(laid, y, after, carry.old, q.dtype)
+    out = [x.clone() if x.data_ptr() in given else x.contiguous() for x in out]
+    return out if kept is None else out + kept.states + kept.products
 
 
 memory_scan = torch.library.custom_op("titanmem::memory_scan", scan, mutates_args=())
@@ -140,18 +141,29 @@ def _(
     out += [x.new_empty(x.shape) for x in state]
     depth = len(state) // 2
     if leaves_pending(tokens, chunk_len, offset, lengths, starts):
-        out += [w.new_empty(batch, heads, chunk_len, w.shape[2]) for w in state[:depth]]
-        out += [w.new_empty(batch, heads, chunk_len, w.shape[3]) for w in state[:depth]]
-        out += [w.new_empty(batch, heads, 2, chunk_len + 2) for w in state[:depth]]
+        out += [q.new_empty(shape, dtype=state[0].dtype) for shape in pending_shapes(state[:depth], chunk_len)]
         out.append(q.new_empty(batch, dtype=torch.int64))
     if keep and form == "chunked":
-        groups = -(-count // group_len(count))
-        out += [x.new_empty(groups - 1, batch * heads, x.shape[2], x.shape[3]) for x in state]
+        width = slot_width(tokens, chunk_len, count, offset, starts)
+        kept = Kept.room(state[:depth], batch * heads, count, width, chunk_len)
+        out += kept.states + kept.products
     if keep and form == "triton" and keeps_states(state) and whole_tiles(q, state, chunk_len, lengths, starts):
         rows = batch * heads
         out.append(q.new_empty(rows, tokens, 4 * state[0].shape[-1]))
         out += [state[0].new_empty(rows, count, 2, size, chunk_len) for size in (1, 2)]
     return out
+
+
+def pending_shapes(weight: list[Tensor], chunk_len: int) -> list[tuple[int, ...]]:
+    """Shapes of pending inputs, errors and mixes; weights [B, H, I, O]."""
+    inputs = [(*w.shape[:2], chunk_len, w.shape[2]) for w in weight]
+    errors = [(*w.shape[:2], chunk_len, w.shape[3]) for w in weight]
+    return inputs + errors + [(*w.shape[:2], 2, chunk_len + 2) for w in weight]
+
+
+def make_room(scan: Scan, carry: Carry) -> Kept:
+    """Room for what the call keeps."""
+    return Kept.room(carry.weight, scan.q.shape[1], scan.plan.count, scan.plan.width, scan.chunk_len)
 
 
 def runs_kernels(form: str, starts: Tensor | None, chunk_len: int) -> bool:
@@ -206,14 +218,16 @@ def scan_grads(
         scan, carry = open_scan(
             q, k, v, gates, state, pending, offset, fresh, gain, lengths, starts, count, chunk_len, residual, clip
         )
+        at_hand = Kept.of(kept, len(carry.weight))
         if form == "triton":  # planned for the kernels, which keep nothing
-            _, _, kept = scan_forward(scan, carry, keep=True)
+            at_hand = make_room(scan, carry)
+            scan_forward(scan, carry, at_hand)
         left = Pending(*split3(flatten_heads(grad_pending))) if grad_pending else None
         into = [x.clone() for x in flatten_heads(grad_state)]  # accumulated in place
         rows = scan.plan.to_slots(grad_y.to(state[0].dtype))
         if scan.valid is not None:
             rows = rows * scan.valid.unsqueeze(-1)
-        grads = scan_backward(scan, carry, kept, rows, into, left)
+        grads = scan_backward(scan, carry, at_hand, rows, into, left)
         return _gradient_list(scan, grads, [q, k, v], gates, gain)
 
 
@@ -283,7 +297,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     kept = output[1 + len(state) + extra :]
     ctx.sizes = (len(gates), len(state), len(pending), len(fresh), len(kept), extra)
     ctx.save_for_backward(q, k, v, offset, gain, lengths, starts, *gates, *state, *pending, *fresh, *kept)
-    ctx.set_materialize_grads(False)
+    ctx.set_materialize_grads(False)  # nothing asks for gradients of what is kept
 
 
 def _backward(ctx: Any, grads: list[Tensor | None], run: Any = memory_scan_backward) -> tuple[Any, ...]:
@@ -300,10 +314,13 @@ def _backward(ctx: Any, grads: list[Tensor | None], run: Any = memory_scan_backw
     if grad_y is None:
         grad_y = torch.zeros_like(q)
     grad_state = [torch.zeros_like(s) if g is None else g for g, s in zip(grad_state, state, strict=True)]
-    if any(g is None for g in grad_pending):
+    if all(g is None for g in grad_pending):
         grad_pending = []
+    else:
+        shapes = pending_shapes(state[: len(state) // 2], ctx.static[1])
+        grad_pending = [state[0].new_zeros(s) if g is None else g for g, s in zip(grad_pending, shapes, strict=True)]
     out = run(
-        grad_y, grad_state, list(grad_pending), kept, q, k, v, gates, state, pending, offset, fresh, gain,
+        grad_y, grad_state, grad_pending, kept, q, k, v, gates, state, pending, offset, fresh, gain,
         lengths, starts, *ctx.static,
     )  # fmt: skip
     grad_q, grad_k, grad_v, *out = out

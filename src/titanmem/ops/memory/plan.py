@@ -92,7 +92,7 @@ def make_plan(
         return _plan_whole(tokens, chunk_len, count, batch, device, starts)
     before = torch.zeros(batch, dtype=torch.int64, device=device) if offset is None else offset
     full = torch.full((batch,), tokens, dtype=torch.int64, device=device)
-    if count == 1 and starts is None and offset is not None:
+    if _stays_inside(count, offset, starts):
         plan = _plan_inside(tokens, chunk_len, before, full if lengths is None else lengths)
     else:
         plan = _plan_grid(tokens, chunk_len, count, before, full if lengths is None else lengths, starts)
@@ -100,6 +100,15 @@ def make_plan(
         plan.real = plan.idle = None
         plan.valid = None if plan.place is not None else plan.valid
     return plan
+
+
+def _stays_inside(count: int, offset: Tensor | None, starts: Tensor | None) -> bool:
+    return count == 1 and starts is None and offset is not None
+
+
+def slot_width(tokens: int, chunk_len: int, count: int, offset: Tensor | None, starts: Tensor | None) -> int:
+    """`Plan.width` without looking at values."""
+    return tokens if _stays_inside(count, offset, starts) else chunk_len
 
 
 def _plan_inside(tokens: int, chunk_len: int, before: Tensor, lengths: Tensor) -> Plan:

@@ -30,7 +30,9 @@ def probe_scan(scan: Scan, carry: Carry) -> WriteProbe:
     losses, surprises, changes = [], [], []
     for chunk in range(scan.plan.count):
         co = [c.chunk(0) for c in scan.group_coefficients(chunk, chunk + 1)]
-        _, entered, carry, tape = scan.chunk(carry, chunk, co, None)
+        entered = scan.enter(carry, chunk)
+        _, tape = scan.read(entered, chunk, co)
+        carry = scan.write(entered, chunk, tape, None)
         writes = tape.writes
         losses.append(writes.miss.square().sum(-1))
         sizes = [x.norm(dim=-1) * d.norm(dim=-1) for x, d in zip(writes.inputs, writes.errors, strict=True)]

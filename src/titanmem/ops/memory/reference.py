@@ -15,7 +15,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from titanmem.ops.memory.chunk import clip_factor
+from titanmem.ops.memory.chunk import clip_writes
 from titanmem.ops.memory.network import inner_writes, read
 from titanmem.state import FastWeights, PendingWrites
 
@@ -58,7 +58,7 @@ def memory_reference(
         for index, (x, d) in enumerate(zip(writes.inputs, writes.errors, strict=True)):
             theta, eta, alpha = (gate[index][:, t].unsqueeze(2).to(dtype) for gate in (steps, momenta, forgets))
             if clip > 0:
-                theta = theta * clip_factor(x, d, clip).unsqueeze(-1)
+                theta = theta * clip_writes(x, d, clip).factor.unsqueeze(-1)
             moved = eta * surprise[index] - theta * (x.mT @ d)
             surprise[index] = _pick(real, moved, surprise[index])
             weight[index] = _pick(real, (1 - alpha) * weight[index] + moved, weight[index])

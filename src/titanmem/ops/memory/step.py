@@ -14,10 +14,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from titanmem.ops.memory.network import NORM_EPS, gelu, gelu_and_slope, matmul
+from titanmem.ops.memory.network import add_matmul_, gelu_and_slope, gelu_row, matmul, normalise, row_matmul
 from titanmem.state import FastWeights, PendingWrites
-
-aten = torch.ops.aten
 
 
 def memory_step(
@@ -43,33 +41,49 @@ def memory_step(
 
         out, mix = step_token(q, k, v, gates, weight, surprise, held, gain, residual, clip)
         return out, _fold_full(replace(fast, pending=held.advanced(mix)), chunk_len)
-    all_inputs, all_errors = ([x.flatten(0, 1) for x in xs] for xs in (held.inputs, held.errors))
     key, query, value = (x.reshape(rows, 1, width).to(dtype) for x in (k, q, v))
     scale = None if gain is None else (gain if batch == 1 else gain.repeat(batch, 1)).to(dtype).unsqueeze(1)
 
     # the first matrix meets key and query in one pass
-    first = matmul(torch.cat([key, query], 1), weight[0], operand)
+    first = row_matmul(torch.cat([key, query], 1), weight[0], operand)
     inputs, errors = _write(weight, first[:, :1], key, value, scale, residual, operand)
-    slot = held.offset if heads == 1 else held.offset.repeat_interleave(heads)
+    slot = _slot(held, heads)
     read, hold = _coefficients(held, slot, gates, inputs, errors, clip)
+    all_inputs, all_errors = ([x.flatten(0, 1) for x in xs] for xs in (held.inputs, held.errors))
     for whole, row in zip(all_inputs + all_errors, inputs + errors, strict=True):
-        whole.scatter_(1, slot.view(-1, 1, 1).expand_as(row), row)
+        _put(whole, 1, slot, row)
 
     # the query, matrix by matrix
     x, y = query, first[:, 1:]
-    for index, (w, s) in enumerate(zip(weight, surprise, strict=True)):
+    shares = zip(*(part.unbind() for part in read.split([1, 1, read.shape[-1] - 2], -1)), strict=True)
+    for index, (keep, drift, blend) in enumerate(shares):  # [N, 1, ·]
         if index:
-            x = gelu(y)
-            y = matmul(x, w, operand)
-        keep, drift, blend = read[index].split([1, 1, read.shape[-1] - 2], -1)  # [N, 1, ·]
+            x = gelu_row(y)
+            y = row_matmul(x, weight[index], operand)
         score = matmul(x, all_inputs[index].mT, operand).mul_(blend)
-        y = torch.addcmul(keep * y, drift, matmul(x, s, operand)).sub_(matmul(score, all_errors[index], operand))
+        y = torch.addcmul(keep * y, drift, row_matmul(x, surprise[index], operand))
+        add_matmul_(y, score, all_errors[index], operand, -1)
     if scale is not None:
-        y = scale * torch.nn.functional.layer_norm(y, [width], eps=NORM_EPS)
+        y = scale * normalise(y).unit
     out = (query + y if residual else y).view(batch, 1, heads, width).to(q.dtype)
 
     mix = torch.stack([read, hold], 3).view(len(weight), batch, heads, 2, -1).unbind(0)
     return out, _fold_full(replace(fast, pending=held.advanced(mix)), chunk_len)
+
+
+def _slot(held: PendingWrites, heads: int) -> int | Tensor:
+    """The slot that each row takes next, a plain number where all rows share one that the host knows."""
+    if held.filled is not None:
+        return held.filled
+    return held.offset if heads == 1 else held.offset.repeat_interleave(heads)
+
+
+def _put(whole: Tensor, axis: int, slot: int | Tensor, x: Tensor) -> None:
+    """Write x [..., N, ·, ·], of length 1 along `axis`, to each row's slot."""
+    if isinstance(slot, int):
+        whole.narrow(axis, slot, 1).copy_(x)
+    else:
+        whole.scatter_(axis, slot.view(-1, 1, 1).expand_as(x), x)
 
 
 def _write(
@@ -82,29 +96,27 @@ def _write(
     operand: torch.dtype,
 ) -> tuple[list[Tensor], list[Tensor]]:
     """The token's factors X_l, D_l as in `network.inner_writes`; `before` is the key behind the first matrix."""
-    inputs, slopes = [key], []
+    inputs, slopes = [key], list[Tensor]()
     for w in weight[1:]:
         x, slope = gelu_and_slope(before)
         inputs.append(x)
         slopes.append(slope)
-        before = matmul(x, w, operand)
+        before = row_matmul(x, w, operand)
     target = value - key if residual else value
     if scale is None:
         error = (before - target).mul_(2)
     else:
-        width = [before.shape[-1]]
-        unit, mean, inv_std = torch.native_layer_norm(before, width, None, None, NORM_EPS)
-        pull = (scale * unit).sub_(target).mul_(scale).mul_(2)
-        error = aten.native_layer_norm_backward(pull, before, width, mean, inv_std, None, None, [True, False, False])[0]
+        normed = normalise(before)
+        error = normed.pull((scale * normed.unit).sub_(target).mul_(scale).mul_(2))
     errors = [error]
     for w, slope in zip(reversed(weight[1:]), reversed(slopes), strict=True):
-        errors.insert(0, matmul(errors[0], w.mT, operand).mul_(slope))
+        errors.insert(0, row_matmul(errors[0], w.mT, operand).mul_(slope))
     return inputs, errors
 
 
 def _coefficients(
     held: PendingWrites,
-    slot: Tensor,
+    slot: int | Tensor,
     gates: tuple[Tensor, Tensor, Tensor],
     inputs: list[Tensor],
     errors: list[Tensor],
@@ -112,14 +124,15 @@ def _coefficients(
 ) -> tuple[Tensor, Tensor]:
     """Weight and surprise after the token in terms of the chunk's start and its writes: two [L, N, 1, C + 2]."""
     depth, rows, dtype = len(inputs), inputs[0].shape[0], inputs[0].dtype
-    step, momentum, forget = (g.to(dtype).view(rows, 1, depth).permute(2, 0, 1).unsqueeze(-1) for g in gates)
+    step, momentum, forget = torch.stack(gates).to(dtype).view(3, rows, depth, 1, 1).transpose(1, 2).unbind()
     if clip > 0:
-        norm = torch.linalg.vector_norm
-        sizes = torch.stack([norm(x, dim=-1) * norm(d, dim=-1) for x, d in zip(inputs, errors, strict=True)])
-        step = step * (clip / sizes.clamp_(min=clip)).unsqueeze(-1)
-    mix = torch.stack(held.mix).view(depth, rows, 1, 2, -1)
-    hold = (momentum * mix[..., 1, :]).scatter_(-1, (slot + 2).view(1, -1, 1, 1).expand_as(step), step)
-    return torch.addcmul(hold, 1 - forget, mix[..., 0, :]), hold
+        sizes = [torch.linalg.vector_norm(x, dim=-1, keepdim=True) for x in inputs + errors]
+        gradient = torch.stack(sizes).view(2, depth, rows, 1, 1).prod(0)
+        step = step * (clip / gradient.clamp_(min=clip))
+    weight, surprise = torch.stack(held.mix).view(depth, rows, 1, 2, -1).unbind(3)
+    hold = momentum * surprise
+    _put(hold, -1, slot + 2, step)
+    return torch.addcmul(hold, 1 - forget, weight), hold
 
 
 def _fold_full(fast: FastWeights, chunk_len: int) -> FastWeights:
