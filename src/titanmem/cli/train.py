@@ -66,10 +66,11 @@ def list_recipes() -> str:
     from titanmem.train.memory import training_bytes
 
     lines = [f"{'recipe':28}{'parameters':>12}{'tokens':>10}{'memory of one rank':>22}"]
-    for name in recipes.names():
+    for name in recipes.text_names():
         config = recipes.recipe(name)
         need = sum(training_bytes(config, 1)) / 2**30
         lines.append(f"{name:28}{parameters(config.model) / 1e6:>10.1f} M{_short(config.tokens):>10}{need:>18.1f} GiB")
+    lines.append(f"MODEL-TASK, for instance lmm-recall: {', '.join(recipes.MODELS)} on {', '.join(recipes.TASKS)}")
     return "\n".join(lines)
 
 

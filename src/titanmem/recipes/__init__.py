@@ -3,6 +3,7 @@
     BLOCK-SIZE-fineweb   the paper's setting at every size, text from FineWeb-Edu with a 32,000-token BPE
     BLOCK-SIZE-python    the same models on source code that is on every machine; `tiny` trains on one CPU in minutes,
                          `small` on one GPU in about an hour
+    MODEL-TASK           small models on a task, for instance lmm-recall; see recipes/tasks.py
 
 A recipe is a function of block and size that returns a `TrainConfig`; every setting can be changed afterwards.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 from titanmem.blocks import BLOCKS
 from titanmem.models.language import TitansConfig
 from titanmem.models.sizes import SIZES
+from titanmem.recipes.tasks import MODELS, TASKS, task_names, task_recipe
 from titanmem.train.config import DataConfig, OptimConfig, ParallelConfig, TrainConfig
 
 PAPER_SIZES = [name for name in SIZES if name != "tiny"]
@@ -83,6 +85,11 @@ def _window(block: str, length: int) -> dict[str, int]:
 
 def names() -> list[str]:
     """All recipes."""
+    return text_names() + task_names()
+
+
+def text_names() -> list[str]:
+    """The recipes that train on text."""
     small = [f"{block}-{size}-python" for size in ("tiny", "small") for block in BLOCKS]
     return small + [f"{block}-{size}-fineweb" for size in PAPER_SIZES for block in BLOCKS]
 
@@ -92,12 +99,15 @@ def recipe(name: str) -> TrainConfig:
     if name not in names():
         raise ValueError(
             f"unknown recipe {name!r}; expected BLOCK-SIZE-fineweb or BLOCK-(tiny|small)-python with a block of "
-            f"{', '.join(BLOCKS)} and a size of {', '.join(PAPER_SIZES)} (titanmem train --list)"
+            f"{', '.join(BLOCKS)} and a size of {', '.join(PAPER_SIZES)}, or MODEL-TASK with a model of "
+            f"{', '.join(MODELS)} and a task of {', '.join(TASKS)} (titanmem train --list)"
         )
+    if name in task_names():
+        return task_recipe(*name.split("-", 1))
     block, size, text = name.split("-")
     if text == "fineweb":
         return fineweb(block, size)
     return tiny_python(block) if size == "tiny" else small_python(block)
 
 
-__all__ = ["fineweb", "names", "recipe", "small_python", "tiny_python"]
+__all__ = ["MODELS", "TASKS", "fineweb", "names", "recipe", "small_python", "text_names", "tiny_python"]

@@ -46,6 +46,39 @@ class DataConfig(Config):
 
 
 @dataclass(frozen=True)
+class TaskConfig(Config):
+    """A task instead of text: rows are made as they are needed, `stages` are a curriculum of [first step, levels], and
+    `tests` the levels that are tried at every evaluation."""
+
+    name: str
+    settings: dict[str, Any] = field(default_factory=dict)  # what `titanmem.tasks.open_task` takes
+    stages: Sequence[Sequence[Any]] = ()
+    tests: Sequence[dict[str, Any]] = ()
+    test_rows: int = 64
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        check_counts(self, "test_rows")
+        expected = 'task.stages lists [first step, levels], for instance [[0, [{"length": 64, "pairs": 4}]]]'
+        for entry in self.stages:
+            fits = isinstance(entry, (list, tuple)) and len(entry) == 2 and type(entry[0]) is int and entry[1]
+            require(bool(fits) and all("length" in level for level in entry[1]), f"{expected}, got {entry!r}")
+        require(bool(self.stages) and self.stages[0][0] == 0, f"{expected}; the first stage begins at step 0")
+        require(
+            all("length" in test for test in self.tests), f"every level in task.tests has a length, got {self.tests}"
+        )
+
+    def levels_at(self, step: int) -> Sequence[dict[str, Any]]:
+        """The levels that a step may take."""
+        return [levels for first, levels in self.stages if first <= step][-1]
+
+    @property
+    def longest(self) -> int:
+        """The longest row that is trained on."""
+        return max(level["length"] for _, levels in self.stages for level in levels)
+
+
+@dataclass(frozen=True)
 class OptimConfig(Config):
     """AdamW with a linear warm-up and a cosine down to `final` times the peak rate."""
 
@@ -95,6 +128,7 @@ class TrainConfig(Config):
 
     model: TitansConfig
     data: DataConfig = field(default_factory=DataConfig)
+    task: TaskConfig | None = None
     optim: OptimConfig = field(default_factory=OptimConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     steps: int = 1000
@@ -128,6 +162,13 @@ class TrainConfig(Config):
             self.batch_tokens % self.data.length == 0,
             f"batch_tokens={self.batch_tokens} must be a multiple of data.length={self.data.length}",
         )
+        if self.task is not None:
+            require(
+                self.task.longest <= self.data.length and not (self.data.carry or self.data.lengths),
+                f"a task's rows are up to {self.task.longest} tokens long: give data.length of at least that, leave "
+                "data.carry and data.lengths alone",
+            )
+            return
         chunk = self.align
         lengths = [self.data.length, *(length for _, length in self.data.lengths)]
         require(
@@ -165,7 +206,7 @@ class TrainConfig(Config):
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
         """Build from nested plain values; unknown keys are errors at every level."""
         check_keys(values, [f.name for f in fields(cls)], cls.__name__)
-        parts = {name: _PARTS[name].from_dict(values[name]) for name in _PARTS if name in values}
+        parts = {name: _PARTS[name].from_dict(values[name]) for name in _PARTS if values.get(name) is not None}
         return cls(**{**values, **parts})
 
     def change(self, settings: Mapping[str, Any]) -> TrainConfig:
@@ -184,6 +225,7 @@ class TrainConfig(Config):
                 own[path] = value
         for head, changes in grouped.items():
             part = getattr(self, head)
+            require(part is not None, f"this recipe trains on text; {head}.… belongs to a task recipe")
             own[head] = _change_model(part, changes) if head == "model" else _change_part(head, part, changes)
         return replace(self, **own)
 
@@ -191,6 +233,7 @@ class TrainConfig(Config):
 _PARTS: dict[str, type[Config]] = {
     "model": TitansConfig,
     "data": DataConfig,
+    "task": TaskConfig,
     "optim": OptimConfig,
     "parallel": ParallelConfig,
 }

@@ -11,6 +11,8 @@ from typing import Any
 from titanmem.config import require
 from titanmem.data.prepare import BPE_VOCAB, prepare
 from titanmem.data.shards import INDEX, Index, TokenShards
+from titanmem.data.tokenizer import Tokenizer, load_tokenizer
+from titanmem.tasks import TEXT_TASKS, Task, generator_of, open_task
 from titanmem.train.config import DataConfig, TrainConfig
 
 _PREPARED = ("source", "tokenizer", "vocab_size", "held_out", "limit_tokens")  # what decides a prepared folder
@@ -18,7 +20,11 @@ _PREPARED = ("source", "tokenizer", "vocab_size", "held_out", "limit_tokens")  #
 
 def fit_to_data(config: TrainConfig, given: Collection[str]) -> TrainConfig:
     """Settle what follows from the settings that were `given` (dotted names): another source gets another folder, a
-    prepared folder says what it was made from, and the model's vocabulary is that of the text."""
+    prepared folder says what it was made from, and the model's vocabulary is that of the text or task."""
+    if config.task is not None:
+        task = make_task(config)
+        keep = "model.vocab_size" in given
+        return config if keep else replace(config, model=replace(config.model, vocab_size=task.vocab_size))
     named = [name for name in _PREPARED if f"data.{name}" in given]
     data = config.data
     if "data.path" not in given and {"source", "tokenizer", "vocab_size"} & set(named):
@@ -60,9 +66,33 @@ def default_path(data: DataConfig) -> str:
     return f"data/{short(place.name if place.exists() else data.source)}-{short(data.tokenizer)}{size}"
 
 
+def make_task(config: TrainConfig) -> Task:
+    """The task of a run that has one."""
+    assert config.task is not None
+    tokenizer = load_tokenizer(config.data.tokenizer) if config.task.name in TEXT_TASKS else None
+    return open_task(config.task.name, tokenizer, **config.task.settings)
+
+
+def tokenizer_of(config: TrainConfig) -> Tokenizer | None:
+    """The tokenizer of a run; a task of bare tokens has none."""
+    if config.task is None:
+        return load_tokenizer(Path(config.data.path) / "tokenizer")
+    return load_tokenizer(config.data.tokenizer) if config.task.name in TEXT_TASKS else None
+
+
 def open_data(config: TrainConfig) -> None:
-    """Prepare the text if it is not there yet, and check it against the model."""
+    """Prepare the text if it is not there yet, or try every level of the task; check it against the model."""
     data = config.data
+    if config.task is not None:
+        task = make_task(config)
+        require(
+            task.vocab_size <= config.model.vocab_size,
+            f"the task has {task.vocab_size} ids, the model {config.model.vocab_size}; give "
+            f"model.vocab_size={task.vocab_size}",
+        )
+        for level in [*(level for _, levels in config.task.stages for level in levels), *config.task.tests]:
+            task.batch(1, level, generator_of(0))
+        return
     if not (Path(data.path) / INDEX).exists():
         made: dict[str, Any] = {name: getattr(data, name) for name in _PREPARED[1:]}
         prepare(data.source, Path(data.path), **made)

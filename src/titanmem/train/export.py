@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from titanmem.data.tokenizer import load_tokenizer
 from titanmem.models.language import TitansLM
 from titanmem.train.checkpoint import CheckpointError, best_of, check, has_manifest, load_weights, name_of, step_of
 from titanmem.train.config import TrainConfig
+from titanmem.train.data import tokenizer_of
 
 _FILES = {"config.json", "model.safetensors"}
 
@@ -55,10 +55,11 @@ def clear_export(out: Path) -> None:
 
 
 def export(run: Path, out: Path, step: int | None = None, best: bool = False) -> int:
-    """Write config.json, model.safetensors and the tokenizer's files to `out`; returns the step."""
+    """Write config.json, model.safetensors and the tokenizer's files, if it has one, to `out`; returns the step."""
     model, found = load_run(run, step, best)
-    tokenizer = load_tokenizer(Path(read_run(run).data.path) / "tokenizer")
+    tokenizer = tokenizer_of(read_run(run))
     clear_export(out)
     model.save(out)
-    tokenizer.save(out)
+    if tokenizer is not None:
+        tokenizer.save(out)
     return found

@@ -12,30 +12,24 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from titanmem.data.loader import held_out_rows, open_loader
 from titanmem.data.prepare import locked
-from titanmem.data.shards import Index, TokenShards
-from titanmem.data.tokenizer import load_tokenizer
 from titanmem.models.language import TitansLM
 from titanmem.state import ModelState
 from titanmem.train.checkpoint import Checkpoints, step_of
 from titanmem.train.config import TrainConfig
 from titanmem.train.data import open_data
-from titanmem.train.evaluate import held_out, sample
 from titanmem.train.metrics import FILE as METRICS
 from titanmem.train.metrics import SAMPLES, Meter, Metrics, check_trackers
 from titanmem.train.optim import make_optimizer, rate_at
 from titanmem.train.parallel import Ranks, Spread, open_ranks
 from titanmem.train.provenance import provenance
-
-Batch = dict[str, Tensor]
+from titanmem.train.source import Batch, open_source
 
 
 class TrainingError(ValueError):
@@ -76,9 +70,7 @@ class Run:
         config, folder, ranks = self.config, self.folder, self.ranks
         self.micro = check_setup(config, ranks)
         ranks.first_only(lambda: self.held_open.enter_context(open_run(config, folder)))
-        self.shards = TokenShards(config.data.path, "train")
-        self.held = open_held_out(config)
-        self.tokenizer = load_tokenizer(Path(config.data.path) / "tokenizer")
+        self.source = open_source(config)
         torch.manual_seed(config.seed)
         self.spread = Spread(first_model(config).to(ranks.device), config.parallel, ranks)
         self.optimizer = make_optimizer(self.spread.module, config.optim)
@@ -91,8 +83,8 @@ class Run:
         self.restore(from_step)
         self.metrics = Metrics(folder, config, self.step, ranks.first)
         self.held_open.callback(self.metrics.close)
-        if self.held is None:
-            self.metrics.say(f"{config.data.path} holds no held-out documents: no held-out loss, no samples")
+        if self.source.warning is not None:
+            self.metrics.say(self.source.warning)
 
     def restore(self, from_step: int | None) -> None:
         """Go on from a checkpoint, if there is one."""
@@ -120,7 +112,7 @@ class Run:
         config = self.config
         meter = Meter(config, self.ranks)
         complete = True
-        for batch in self.batches():
+        for batch in self.source.batches(self.step, self.ranks):
             count, stop = self.ranks.total(float((batch["labels"] >= 0).sum()), float(stopping.asked))
             if stop:
                 complete = False
@@ -132,28 +124,13 @@ class Run:
             self.metrics.tick(**meter.brief())
             if self.step % config.log_every == 0 or self.step == config.steps:
                 self.metrics.record(self.step, shown())
-            if self.held is not None and (self.step % config.eval_every == 0 or self.step == config.steps):
-                self.evaluate(self.held)
+            if self.step % config.eval_every == 0 or self.step == config.steps:
+                self.evaluate()
                 meter.skip()
             if self.step % config.save_every == 0 and self.step < config.steps:
                 self.save()
         self.finish(complete)
         return {**self.result, "step": self.step, "complete": complete}
-
-    def batches(self) -> Iterator[Batch]:
-        """This rank's rows of every step that is left."""
-        data, step = self.config.data, self.step
-        changes = sorted(first for first, _ in data.lengths if first > step)
-        for until in [*(min(c, self.config.steps) for c in changes), self.config.steps]:
-            if until <= step:
-                continue
-            loader = open_loader(
-                self.shards, batch=self.config.rows, length=data.length, rank=self.ranks.rank, world=self.ranks.world,
-                first_step=step, align=self.config.align, reset=data.reset, carry=data.carry, seed=self.config.seed,
-                workers=data.workers, pieces=data.length // data.length_at(step),
-            )  # fmt: skip
-            yield from islice(loader, until - step)
-            step = until
 
     def advance(self, batch: Batch, count: float) -> tuple[float, float]:
         """One optimiser step; returns the mean loss over all ranks and the gradient's norm."""
@@ -215,22 +192,20 @@ class Run:
 
     # -- around the steps -----------------------------------------------------------------------------------------
 
-    def evaluate(self, shards: TokenShards) -> None:
-        """Held-out loss by position, the memory's numbers, a sample."""
-        config = self.config
-        length = config.eval_length or 2 * config.data.length
-        rows = held_out_rows(shards, length, min(config.eval_rows, shards.documents))
+    def evaluate(self) -> None:
+        """What the source measures, and a sample."""
         self.spread.module.eval()
-        found = held_out(self.spread, rows, min(length, config.data.length))
+        result = self.source.evaluate(self.spread)
+        self.spread.module.train()
+        if result is None:
+            return
+        found, text = result
         self.result, self.evaluated = found, self.step
         self.metrics.record(self.step, found)
-        self.metrics.say(f"step {self.step}: held-out loss {found['held_out']:.4f}")
-        if config.sample_tokens:
-            text = sample(self.spread, self.tokenizer, rows["ids"][0, :64], config.sample_tokens)
-            if self.ranks.first:
-                with (self.folder / SAMPLES).open("a") as file:
-                    file.write(json.dumps({"step": self.step, **text}) + "\n")
-        self.spread.module.train()
+        self.metrics.say(f"step {self.step}: held-out loss {found['held_out']:.4f}{brief_tests(found)}")
+        if text is not None and self.ranks.first:
+            with (self.folder / SAMPLES).open("a") as file:
+                file.write(json.dumps({"step": self.step, **text}) + "\n")
 
     def save(self, wait: bool = False) -> None:
         """A checkpoint of this step."""
@@ -316,10 +291,10 @@ def claim_folder(config: TrainConfig, folder: Path) -> None:
         log.write(json.dumps(provenance()) + "\n")
 
 
-def open_held_out(config: TrainConfig) -> TokenShards | None:
-    """The held-out documents, if there are any."""
-    some = Index.load(Path(config.data.path)).splits.get("held")
-    return TokenShards(config.data.path, "held") if some else None
+def brief_tests(found: dict[str, Any]) -> str:
+    """The accuracies of a task's tests by length, if there are any."""
+    shown = [f"{test['length']}: {test['accuracy']:.3f}" for test in found.get("tests", [])]
+    return f"; accuracy by length {', '.join(shown)}" if shown else ""
 
 
 def first_model(config: TrainConfig) -> TitansLM:

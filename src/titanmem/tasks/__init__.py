@@ -1,0 +1,46 @@
+"""Tasks that separate architectures: rows with questions, made from a generator and stored nowhere. Knows no model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from titanmem.data.tokenizer import Tokenizer
+from titanmem.tasks.babilong import Babilong
+from titanmem.tasks.base import Level, Rows, Task, generator_of
+from titanmem.tasks.haystack import Haystack
+from titanmem.tasks.mad import FuzzyRecall, InContextRecall, Memorisation, NoisyRecall, SelectiveCopy
+from titanmem.tasks.needle import Needle
+from titanmem.tasks.recall import Recall
+from titanmem.tasks.tracking import Parity, Permutations
+
+MAD = (InContextRecall, FuzzyRecall, NoisyRecall, SelectiveCopy, Memorisation)
+TOKEN_TASKS: dict[str, Callable[..., Task]] = {task.name: task for task in (Recall, *MAD, Parity, Permutations)}
+TEXT_TASKS = (Needle.name, Babilong.name)
+NAMES = (*TOKEN_TASKS, *TEXT_TASKS)
+
+
+def open_task(name: str, tokenizer: Tokenizer | None = None, **settings: Any) -> Task:
+    """A task by its name. Those in words need a tokenizer; needle takes kind and text, BABILong facts, text, split and
+    shots, the others their own sizes."""
+    if name not in NAMES:
+        raise ValueError(f"unknown task {name!r}; known: {', '.join(NAMES)}")
+    try:
+        if name in TOKEN_TASKS:
+            return TOKEN_TASKS[name](**settings)
+        if tokenizer is None:
+            raise ValueError(f"the task {name!r} is in words: give a tokenizer")
+        return _needle(tokenizer, **settings) if name == Needle.name else _babilong(tokenizer, **settings)
+    except TypeError as error:
+        raise ValueError(f"the task {name!r} does not take these settings ({settings}): {error}") from error
+
+
+def _needle(tokenizer: Tokenizer, kind: str = "pk", text: str | None = None) -> Needle:
+    return Needle(tokenizer, kind, None if text is None else Haystack.folder(text, tokenizer))
+
+
+def _babilong(tokenizer: Tokenizer, facts: str, text: str, split: str = "test", shots: int = 0) -> Babilong:
+    return Babilong.open(tokenizer, facts, text, split, shots)
+
+
+__all__ = ["NAMES", "TEXT_TASKS", "TOKEN_TASKS", "Level", "Rows", "Task", "generator_of", "open_task"]

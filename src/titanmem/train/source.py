@@ -1,0 +1,118 @@
+"""Where a run's rows come from and what it is evaluated on: text, or a task."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from titanmem.config import require
+from titanmem.data.loader import held_out_rows, open_loader
+from titanmem.data.shards import Index, TokenShards
+from titanmem.data.tokenizer import load_tokenizer
+from titanmem.tasks.base import accuracy, generator_of
+from titanmem.train.config import TrainConfig
+from titanmem.train.data import make_task
+from titanmem.train.evaluate import held_out, sample, token_losses
+from titanmem.train.parallel import Ranks, Spread
+
+Batch = dict[str, Tensor]
+
+
+class TextSource:
+    """Rows of token shards; held-out documents."""
+
+    def __init__(self, config: TrainConfig) -> None:
+        self.config = config
+        self.shards = TokenShards(config.data.path, "train")
+        some = Index.load(Path(config.data.path)).splits.get("held")
+        self.held = TokenShards(config.data.path, "held") if some else None
+        self.tokenizer = load_tokenizer(Path(config.data.path) / "tokenizer")
+
+    @property
+    def warning(self) -> str | None:
+        missing = f"{self.config.data.path} holds no held-out documents: no held-out loss, no samples"
+        return missing if self.held is None else None
+
+    def batches(self, step: int, ranks: Ranks) -> Iterator[Batch]:
+        """This rank's rows of every step that is left."""
+        config, data = self.config, self.config.data
+        changes = sorted(first for first, _ in data.lengths if first > step)
+        for until in [*(min(c, config.steps) for c in changes), config.steps]:
+            if until <= step:
+                continue
+            loader = open_loader(
+                self.shards, batch=config.rows, length=data.length, rank=ranks.rank, world=ranks.world,
+                first_step=step, align=config.align, reset=data.reset, carry=data.carry, seed=config.seed,
+                workers=data.workers, pieces=data.length // data.length_at(step),
+            )  # fmt: skip
+            yield from islice(loader, until - step)
+            step = until
+
+    def evaluate(self, spread: Spread) -> tuple[dict[str, Any], dict[str, str] | None] | None:
+        """Held-out loss by position and the memory's numbers; a sample."""
+        if self.held is None:
+            return None
+        config = self.config
+        length = config.eval_length or 2 * config.data.length
+        rows = held_out_rows(self.held, length, min(config.eval_rows, self.held.documents))
+        found = held_out(spread, rows, min(length, config.data.length))
+        if not config.sample_tokens:
+            return found, None
+        return found, sample(spread, self.tokenizer, rows["ids"][0, :64], config.sample_tokens)
+
+
+class TaskSource:
+    """Rows of a task, one level a step; its test levels."""
+
+    warning: str | None = None
+
+    def __init__(self, config: TrainConfig) -> None:
+        assert config.task is not None
+        self.config, self.settings, self.task = config, config.task, make_task(config)
+
+    def batches(self, step: int, ranks: Ranks) -> Iterator[Batch]:
+        """This rank's rows of every step that is left: each step draws one of the stage's levels."""
+        for number in range(step, self.config.steps):
+            generator = generator_of(self.config.seed, number)
+            levels = self.settings.levels_at(number)
+            level = levels[int(torch.randint(0, len(levels), (), generator=generator))]
+            count = self.config.batch_tokens // level["length"]
+            require(
+                count >= ranks.world, f"batch_tokens={self.config.batch_tokens} give {ranks.world} ranks no row each"
+            )
+            rows = self.task.batch(count // ranks.world * ranks.world, level, generator)
+            yield {"ids": rows.ids[ranks.rank :: ranks.world], "labels": rows.targets[ranks.rank :: ranks.world]}
+
+    @torch.no_grad()
+    def evaluate(self, spread: Spread) -> tuple[dict[str, Any], dict[str, str] | None]:
+        """Loss on fresh rows of the last stage, and the accuracy at every test level."""
+        levels = self.settings.levels_at(self.config.steps)
+        losses = [self.try_level(spread, level)["loss"] for level in levels]
+        tests = [{**level, **self.try_level(spread, level)} for level in self.settings.tests]
+        return {"held_out": sum(losses) / len(losses), "tests": tests}, None
+
+    def try_level(self, spread: Spread, level: dict[str, Any]) -> dict[str, float]:
+        """Loss per question, share of right answers, share of rows whose answers are all right."""
+        device = spread.ranks.device
+        generator = generator_of(self.config.seed, -1, level["length"])
+        most = max(1, self.config.data.length * self.config.micro_rows // level["length"])
+        loss, right, asked, whole, left = 0.0, 0, 0, 0, self.settings.test_rows
+        while left:
+            ids, targets = (x.to(device) for x in self.task.batch(min(most, left), level, generator))
+            left -= len(ids)
+            logits, _ = spread.forward(ids)
+            loss += token_losses(logits, targets).sum().item()
+            hits, questions = accuracy(logits.argmax(-1), targets)
+            right, asked = right + int(hits.sum()), asked + int(questions.sum())
+            whole += int((hits == questions).sum())
+        return {"loss": loss / asked, "accuracy": right / asked, "exact": whole / self.settings.test_rows}
+
+
+def open_source(config: TrainConfig) -> TextSource | TaskSource:
+    """What the config asks for."""
+    return TextSource(config) if config.task is None else TaskSource(config)

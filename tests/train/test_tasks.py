@@ -1,0 +1,66 @@
+"""A task trains like text: by recipe, resumable, the same on any number of ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from titanmem import recipes
+from titanmem.models.cost import parameters
+from titanmem.train.data import fit_to_data
+from titanmem.train.export import export, load_run
+from titanmem.train.loop import train
+from titanmem.train.parallel import Ranks
+from titanmem.train.source import TaskSource
+
+SMALL = {
+    "model.dim": 32, "model.mlp_width": 32, "model.num_layers": 1, "model.memory.chunk_len": 16, "steps": 4,
+    "batch_tokens": 512, "eval_every": 2, "save_every": 2, "task.test_rows": 4, "task.settings": {"vocab_size": 32},
+    "task.stages": [[0, [{"length": 32, "pairs": 4}]], [2, [{"length": 48, "pairs": 4}, {"length": 64, "pairs": 8}]]],
+    "task.tests": [{"length": 64, "pairs": 8}, {"length": 128, "pairs": 8}],
+}  # fmt: skip
+
+
+def small(**more):
+    settings = {**SMALL, **more}
+    return fit_to_data(recipes.recipe("lmm-recall").change(settings), settings)
+
+
+def test_a_task_is_trained_tested_resumed_and_exported(tmp_path):
+    found = train(small(), tmp_path / "run")
+    assert [(t["length"], 0 <= t["accuracy"] <= 1) for t in found["tests"]] == [(64, True), (128, True)]
+    first = load_run(tmp_path / "run")[0].state_dict()
+    train(small(), tmp_path / "run", from_step=2)
+    again = load_run(tmp_path / "run")[0].state_dict()
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    export(tmp_path / "run", tmp_path / "model")
+    assert not list((tmp_path / "model").glob("tokenizer*"))
+
+
+def test_rows_do_not_depend_on_the_ranks():
+    source = TaskSource(small())
+    alone = next(iter(source.batches(3, Ranks(0, 1, torch.device("cpu"), None))))
+    halves = [next(iter(source.batches(3, Ranks(rank, 2, torch.device("cpu"), None)))) for rank in (0, 1)]
+    together = torch.stack([half["ids"] for half in halves], 1).flatten(0, 1)
+    assert torch.equal(together, alone["ids"][: len(together)])
+
+
+def test_models_of_a_task_have_one_size_and_the_tasks_vocabulary():
+    sizes = [parameters(recipes.recipe(f"{model}-recall").model) for model in recipes.MODELS]
+    assert max(sizes) < 1.01 * min(sizes)
+    assert recipes.recipe("mac-s5").model.vocab_size == 120
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"task.stages": [[1, [{"length": 32, "pairs": 4}]]]}, "begins at step 0"),
+        ({"task.stages": [[0, [{"pairs": 4}]]]}, "task.stages lists"),
+        ({"data.length": 32}, "give data.length of at least"),
+        ({"task.settings": {"size": 3}}, "does not take these settings"),
+        ({"task.name": "chess"}, "unknown task 'chess'"),
+    ],
+)
+def test_what_is_wrong_is_said_before_anything_is_built(settings, says):
+    with pytest.raises(ValueError, match=says):
+        small(**settings)
