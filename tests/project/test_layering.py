@@ -10,7 +10,21 @@ from pathlib import Path
 import titanmem
 
 ROOT = Path(titanmem.__file__).parent
-ORDER = ["config", "state", "data", "tasks", "ops", "layers", "blocks", "models", "train", "recipes", "bench", "cli"]
+ORDER = [
+    "config",
+    "state",
+    "data",
+    "tasks",
+    "ops",
+    "layers",
+    "blocks",
+    "models",
+    "train",
+    "recipes",
+    "bench",
+    "eval",
+    "cli",
+]
 ALONE = {
     "matplotlib": {"train"},
     "safetensors": {"state", "data", "models", "train"},

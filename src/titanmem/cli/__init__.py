@@ -13,6 +13,8 @@ VERBS = {
     "plot": "draw the loss curves of runs",
     "export": "write a run's model to a folder that generate reads",
     "generate": "continue a prompt with a saved model",
+    "eval": "measure a model: perplexity, needle, BABILong, recall, what its memory does",
+    "report": "join evaluations into one page, beside the published numbers",
     "bench": "how fast it is, beside its peers",
     "doctor": "what this machine can run, and which form of each operation it picks",
 }

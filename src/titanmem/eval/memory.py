@@ -1,0 +1,70 @@
+"""Does the memory do the work? The same text read with a fresh, a warm frozen and a warm learning memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from titanmem.config import Config, check_counts, check_types, require
+from titanmem.eval.perplexity import documents
+from titanmem.eval.subject import Subject
+from titanmem.eval.suite import Cell, Measure, Result, Suite
+from titanmem.train.evaluate import memory_work
+from titanmem.train.plots import new_figure, position_axis
+
+
+@dataclass(frozen=True)
+class MemorySuite(Config, Suite):
+    """Loss on the second half of the first `length` tokens of every document that is long enough. `window`: the fresh
+    reading forgets everything after so many tokens; give the model's window or segment. The fourth number, attention
+    alone, is this suite on a model of attention blocks."""
+
+    text: str = ""
+    length: int = 4096
+    window: int = 64
+
+    name: ClassVar[str] = "memory"
+    columns: ClassVar[dict[str, str]] = {
+        "document": "document", "fresh": "fresh", "frozen": "warm, frozen", "learning": "warm, learning",
+    }  # fmt: skip
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        check_counts(self, "length", "window")
+        require(bool(self.text), "give memory.text, a folder or a file of text")
+        require(self.length >= 4 * self.window, f"length {self.length} must be at least 4 windows of {self.window}")
+
+    def cells(self) -> list[Cell]:
+        return [{"document": name} for name in documents(self.text)]
+
+    def open(self, subject: Subject) -> Measure:
+        words = subject.words()
+        texts = {name: words.encode(text) for name, text in documents(self.text).items()}
+        short = [name for name, tokens in texts.items() if len(tokens) <= self.length]
+        require(
+            not short,
+            f"{len(short)} of {len(texts)} documents have no {self.length} tokens ({', '.join(short[:3])}); give "
+            "longer ones, or a smaller memory.length",
+        )
+
+        def measure(cell: Cell) -> Result:
+            tokens = torch.tensor([texts[cell["document"]][: self.length + 1]], device=subject.device)
+            rows = {"ids": tokens[:, :-1], "labels": tokens[:, 1:]}
+            return memory_work(subject.model, rows, min(subject.piece, self.length // 2), self.window)
+
+        return measure
+
+    def figure(self, results: list[Result]) -> Any:
+        figure, (left, right) = new_figure(2)
+        kinds = ("fresh", "frozen", "learning")
+        for result in results[:8]:
+            left.plot(kinds, [result[kind] for kind in kinds], marker="o", label=result["document"])
+            places = result["by_position"]
+            right.plot([(p["from"] + p["to"]) / 2 for p in places], [p["loss"] for p in places], marker="o", ms=3)
+        position_axis(right, results[0]["by_position"])
+        left.set(ylabel="loss, nats a token", title="second half of the documents")
+        right.set(xlabel="position", title="learning, by position")
+        left.legend(frameon=False, fontsize=7)
+        return figure

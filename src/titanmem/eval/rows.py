@@ -1,0 +1,229 @@
+"""Suites of tasks whose answers are asked within the row: recall, MAD, state tracking, and needle and BABILong where an
+exact answer counts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from titanmem.config import Config, check_counts, check_types, require
+from titanmem.eval.subject import Subject
+from titanmem.eval.suite import Cell, Measure, Result, Suite, mean
+from titanmem.recipes.tasks import TASKS as RECIPES
+from titanmem.tasks import Task, generator_of, open_task
+from titanmem.tasks.babilong import Babilong
+from titanmem.tasks.haystack import Haystack
+from titanmem.tasks.needle import Needle
+from titanmem.tasks.text import TextTask
+from titanmem.train.plots import new_figure
+
+
+def ask(subject: Subject, task: Task, level: dict[str, Any], rows: int, seed: int) -> list[tuple[float, float]]:
+    """Of every row: the share of right answers, and whether all are right."""
+    generator = generator_of(seed, int(level["length"]))
+    most = max(1, subject.piece // max(1, int(level["length"])))
+    found: list[tuple[float, float]] = []
+    while len(found) < rows:
+        ids, targets = task.batch(min(most, rows - len(found)), level, generator)
+        _, first, _ = subject.read(ids, targets)
+        right, asked = first.sum(1), (targets >= 0).sum(1)
+        found += [(float(r / a), float(r == a)) for r, a in zip(right, asked, strict=True)]
+    return found
+
+
+@dataclass(frozen=True)
+class TaskSuite(Config, Suite):
+    """Accuracy at every level of some tasks. `settings` are the tasks' own, as in a recipe."""
+
+    tasks: Sequence[str] = ()
+    levels: Sequence[dict[str, Any]] = ()  # default: those that the recipe tests
+    settings: dict[str, Any] = field(default_factory=dict)
+    rows: int = 100
+    seed: int = 1
+
+    known: ClassVar[tuple[str, ...]] = ()
+    columns: ClassVar[dict[str, str]] = {
+        "task": "task", "length": "length", "score": "accuracy", "stderr": "± stderr", "exact": "all right",
+        "n": "rows", "chance": "chance",
+    }  # fmt: skip
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        check_counts(self, "rows")
+        for task in self.tasks:
+            require(task in self.known, f"{self.name} knows {', '.join(self.known)}, got {task!r}")
+        require(all("length" in level for level in self.levels), f"every level has a length, got {self.levels}")
+
+    def open(self, subject: Subject) -> Measure:
+        made = {name: open_task(name, subject.tokenizer, **self.settings) for name in self.tasks or self.known}
+        for name, task in made.items():
+            require(
+                task.vocab_size <= subject.model.config.vocab_size,
+                f"{name} has {task.vocab_size} ids and the model {subject.model.config.vocab_size}: it was not trained "
+                "for this task, or the task's settings differ",
+            )
+        for cell in self.cells():
+            made[cell["task"]].batch(1, _level(cell), generator_of(0))
+
+        def measure(cell: Cell) -> Result:
+            task = made[cell["task"]]
+            found = ask(subject, task, _level(cell), self.rows, self.seed)
+            exact = sum(whole for _, whole in found) / len(found)
+            return {**mean(share for share, _ in found), "exact": exact, "chance": task.chance(cell)}
+
+        return measure
+
+    def cells(self) -> list[Cell]:
+        names = self.tasks or self.known
+        return [{"task": name, **level} for name in names for level in self.levels or RECIPES[name]["tests"]]
+
+    def figure(self, results: list[Result]) -> Any:
+        figure, (axis,) = new_figure(1, width=6)
+        for name in dict.fromkeys(r["task"] for r in results):
+            mine = sorted((r["length"], r["score"], r["stderr"]) for r in results if r["task"] == name)
+            lengths, scores, errors = zip(*mine, strict=True)
+            axis.errorbar(lengths, scores, errors, marker="o", markersize=4, capsize=2, label=name)
+        axis.axhline(results[0]["chance"], color="0.6", lw=1, label="chance")
+        axis.set(xscale="log", ylim=(0, 1.03), xlabel="length", ylabel="accuracy")
+        axis.legend(frameon=False, fontsize=8)
+        return figure
+
+
+def _level(cell: Cell) -> dict[str, Any]:
+    return {name: value for name, value in cell.items() if name != "task"}
+
+
+@dataclass(frozen=True)
+class RecallSuite(TaskSuite):
+    name: ClassVar[str] = "recall"
+    known: ClassVar[tuple[str, ...]] = ("recall",)
+
+
+@dataclass(frozen=True)
+class MadSuite(TaskSuite):
+    name: ClassVar[str] = "mad"
+    known: ClassVar[tuple[str, ...]] = tuple(name for name in RECIPES if name.startswith("mad-"))
+
+
+@dataclass(frozen=True)
+class TrackingSuite(TaskSuite):
+    name: ClassVar[str] = "tracking"
+    known: ClassVar[tuple[str, ...]] = ("parity", "s5")
+
+
+@dataclass(frozen=True)
+class TextSuite(Config, Suite):
+    """What needle and BABILong share: samples of a cell, scored by an exact answer (read in one pass) or, as RULER
+    does, by whether `answer_tokens` generated tokens contain it."""
+
+    samples: int = 20
+    score: str = "exact"
+    answer_tokens: int = 128
+    seed: int = 1
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        check_counts(self, "samples", "answer_tokens")
+        require(self.score in ("exact", "contains"), f"score is 'exact' or 'contains', got {self.score!r}")
+
+    def ask(self, subject: Subject, task: TextTask, level: dict[str, Any]) -> Result:
+        """The share of right answers to a level's samples."""
+        if self.score == "exact":
+            return mean(whole for _, whole in ask(subject, task, level, self.samples, self.seed))
+        generator = generator_of(self.seed, int(level["length"]))
+        right = []
+        for _ in range(self.samples):
+            sample = task.sample({**level, "length": self.room(level)}, generator)
+            found = subject.answer(sample.prompt, self.answer_tokens, (task.tokenizer.end,))
+            right.append(float(sample.answer.lower() in task.tokenizer.decode(found).lower()))
+        return mean(right)
+
+    def room(self, level: dict[str, Any]) -> int:
+        """A length includes the tokens that are generated."""
+        return max(0, int(level["length"]) - self.answer_tokens)
+
+
+@dataclass(frozen=True)
+class NeedleSuite(TextSuite):
+    """Single needles of these kinds at every length and depth."""
+
+    kinds: Sequence[str] = ("pk",)
+    lengths: Sequence[int] = (1024, 2048, 4096)
+    depths: Sequence[float] = (0.0, 0.25, 0.5, 0.75, 1.0)
+    text: str | None = None  # a folder of .txt files; needed for all kinds but pk
+
+    name: ClassVar[str] = "needle"
+    columns: ClassVar[dict[str, str]] = {
+        "kind": "needle", "length": "length", "depth": "depth", "score": "found", "stderr": "± stderr", "n": "samples",
+    }  # fmt: skip
+
+    def open(self, subject: Subject) -> Measure:
+        words = subject.words()
+        texts = {kind: None if kind == "pk" else self.text for kind in self.kinds}
+        made = {kind: Needle(words, kind, Haystack.folder(t, words) if t else None) for kind, t in texts.items()}
+        for task in made.values():
+            least = min(self.lengths) - (self.answer_tokens if self.score == "contains" else 0)
+            task.batch(1, {"length": least}, generator_of(0))
+        return lambda cell: self.ask(subject, made[cell["kind"]], cell)
+
+    def cells(self) -> list[Cell]:
+        return [
+            {"kind": kind, "length": length, "depth": depth}
+            for kind in self.kinds for length in self.lengths for depth in self.depths
+        ]  # fmt: skip
+
+    def figure(self, results: list[Result]) -> Any:
+        figure, axes = new_figure(len(self.kinds), width=5)
+        for axis, kind in zip(axes, self.kinds, strict=True):
+            grid = [[_find(results, kind, n, d) for n in self.lengths] for d in self.depths]
+            shown = axis.imshow(grid, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto")
+            for row, line in enumerate(grid):
+                for column, value in enumerate(line):
+                    axis.text(column, row, f"{100 * value:.0f}", ha="center", va="center", fontsize=8)
+            axis.set_xticks(range(len(self.lengths)), [f"{n:,}" for n in self.lengths])
+            axis.set_yticks(range(len(self.depths)), [f"{100 * d:.0f} %" for d in self.depths])
+            axis.set(xlabel="length, tokens", ylabel="depth of the needle", title=f"needle {kind}: found, %")
+            figure.colorbar(shown, ax=axis, fraction=0.04)
+        return figure
+
+
+def _find(results: list[Result], kind: str, length: int, depth: float) -> float:
+    wanted = (kind, length, depth)
+    return next(float(r["score"]) for r in results if (r["kind"], r["length"], r["depth"]) == wanted)
+
+
+@dataclass(frozen=True)
+class BabilongSuite(TextSuite):
+    """Facts of bAbI in long text; `facts` is the folder of bAbI v1.2, `text` one of .txt files."""
+
+    facts: str = ""
+    text: str = ""
+    tasks: Sequence[int] = (1, 2, 3, 4, 5)
+    lengths: Sequence[int] = (1024, 2048, 4096)
+    shots: int = 0
+
+    name: ClassVar[str] = "babilong"
+    columns: ClassVar[dict[str, str]] = {
+        "qa": "task", "length": "length", "score": "right", "stderr": "± stderr", "n": "samples", "chance": "chance",
+    }  # fmt: skip
+
+    def open(self, subject: Subject) -> Measure:
+        require(bool(self.facts and self.text), "give babilong.facts (the folder of bAbI v1.2) and babilong.text")
+        task = Babilong.open(subject.words(), self.facts, self.text, shots=self.shots)
+        return lambda cell: {**self.ask(subject, task, cell), "chance": task.chance(cell)}
+
+    def cells(self) -> list[Cell]:
+        return [{"qa": task, "length": length} for task in self.tasks for length in self.lengths]
+
+    def room(self, level: dict[str, Any]) -> int:
+        return int(level["length"])
+
+    def figure(self, results: list[Result]) -> Any:
+        figure, (axis,) = new_figure(1, width=6)
+        for task in self.tasks:
+            mine = [(r["length"], r["score"]) for r in results if r["qa"] == task]
+            axis.plot(*zip(*mine, strict=True), marker="o", markersize=4, label=f"QA{task}")
+        axis.set(xscale="log", ylim=(0, 1.03), xlabel="length, tokens", ylabel="right answers")
+        axis.legend(frameon=False, fontsize=8)
+        return figure

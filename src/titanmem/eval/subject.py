@@ -1,0 +1,90 @@
+"""Who is asked: a model and its tokenizer, reading in pieces, so that length costs time and not memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import log_softmax
+
+from titanmem.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
+from titanmem.models.language import TitansLM
+from titanmem.tasks.base import IGNORED
+from titanmem.train.data import tokenizer_of
+from titanmem.train.export import load_run, read_run
+
+
+class Subject:
+    """Wraps `model`; anything with the same call, model(ids [B, T], state) → logits [B, T, V], state, will do.
+
+    `piece`: tokens of all rows that are read at once."""
+
+    def __init__(self, model: Any, tokenizer: Tokenizer | None = None, name: str = "", piece: int = 8192) -> None:
+        self.model, self.tokenizer, self.name, self.piece = model, tokenizer, name, piece
+
+    @classmethod
+    def open(cls, folder: str | Path, device: torch.device | str = "cpu", piece: int = 8192) -> Subject:
+        """An exported model, or the newest checkpoint of a run."""
+        path = Path(folder)
+        if (path / "checkpoints").is_dir():
+            return cls(load_run(path)[0].to(device).eval(), tokenizer_of(read_run(path)), str(folder), piece)
+        model = TitansLM.load(path, device).eval()
+        found = load_tokenizer(path) if any(path.glob("tokenizer*")) else None
+        if found is None and model.config.vocab_size == ByteTokenizer.vocab_size:
+            found = ByteTokenizer()
+        return cls(model, found, str(folder), piece)
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+    def words(self) -> Tokenizer:
+        """The tokenizer of a model that reads text."""
+        if self.tokenizer is None:
+            raise ValueError(f"{self.name or 'the model'} has no tokenizer, so it cannot read text; export one with it")
+        return self.tokenizer
+
+    @torch.no_grad()
+    def read(self, ids: Tensor, targets: Tensor, state: Any = None) -> tuple[Tensor, Tensor, Any]:
+        """Log-probability of every target [B, T] (0 where nothing is asked), whether it was the likeliest, and the
+        state after all."""
+        size = max(1, self.piece // len(ids))
+        chances, firsts = [], []
+        for begin in range(0, ids.shape[1], size):
+            part = slice(begin, begin + size)
+            logits, state = self.model(ids[:, part].to(self.device), state)
+            asked = targets[:, part].to(self.device)
+            real = asked != IGNORED
+            where = asked.clamp(min=0).unsqueeze(-1)
+            chance = log_softmax(logits.float(), -1).gather(-1, where).squeeze(-1)
+            chances.append(torch.where(real, chance, 0).cpu())
+            firsts.append(((logits.argmax(-1) == asked) & real).cpu())
+        return torch.cat(chances, 1), torch.cat(firsts, 1), state
+
+    def score(self, context: Sequence[int], continuation: Sequence[int]) -> tuple[float, bool]:
+        """Log-probability of a continuation, and whether greedy decoding would write it."""
+        whole = torch.tensor([[*context, *continuation]])
+        targets = torch.full_like(whole[:, :-1], IGNORED)
+        targets[:, len(context) - 1 :] = whole[:, len(context) :]
+        chance, first, _ = self.read(whole[:, :-1], targets)
+        return float(chance.sum()), bool(first.sum() == len(continuation))
+
+    @torch.no_grad()
+    def answer(self, prompt: Sequence[int], tokens: int, stop: Sequence[int] = ()) -> list[int]:
+        """The greedy continuation of a prompt, up to an id of `stop`."""
+        ids = torch.tensor([list(prompt)], device=self.device)
+        state, logits = None, None
+        for begin in range(0, ids.shape[1], self.piece):
+            logits, state = self.model(ids[:, begin : begin + self.piece], state)
+        assert logits is not None
+        found: list[int] = []
+        while len(found) < tokens:
+            token = int(logits[0, -1].argmax())
+            if token in stop:
+                break
+            found.append(token)
+            logits, state = self.model(torch.tensor([[token]], device=self.device), state)
+        return found
