@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import html
 import json
-import math
 import platform
 import time
 from collections.abc import Callable
@@ -24,20 +23,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.nn.functional import cross_entropy
-from tqdm import tqdm
 
 from titanmem import TitansConfig, TitansLM
 from titanmem.data.loader import held_out_rows
 from titanmem.data.shards import TokenShards
 from titanmem.models.cost import parameters
 from titanmem.models.sizes import fit_mlp
-from titanmem.tasks.recall import recall_batch
-from titanmem.train.config import DataConfig, OptimConfig, TrainConfig
+from titanmem.tasks import generator_of
+from titanmem.tasks.recall import Recall
+from titanmem.train.config import DataConfig, OptimConfig, TaskConfig, TrainConfig
 from titanmem.train.evaluate import memory_work
 from titanmem.train.export import load_run
 from titanmem.train.loop import train
-from titanmem.train.optim import make_optimizer
 from titanmem.train.plots import new_figure, position_axis, write_page
 
 WINDOW = 32  # what attention sees, in both parts
@@ -60,45 +57,39 @@ def recall_models() -> dict[str, TitansConfig]:
     return {"memory": memory, "attention": fit_mlp(attention, parameters(memory), 1)}
 
 
-def batch(rows: int, length: int, pairs: int) -> tuple[torch.Tensor, torch.Tensor]:
+def level(length: int, pairs: int) -> dict[str, int]:
     """A third of a row asks: short rows teach more that way."""
-    return recall_batch(rows, length, pairs, VOCAB, questions=max(1, (length - 2 * pairs) // 3))
+    return {"length": length, "pairs": pairs, "questions": max(1, (length - 2 * pairs) // 3)}
 
 
-def learn_recall(name: str, config: TitansConfig, steps: int) -> TitansLM:
-    """Short tasks first, then all of them, with a cosine down to nothing."""
-    torch.manual_seed(0)
-    model, rate = TitansLM(config), 6e-3
-    optimizer = make_optimizer(model, OptimConfig(lr=rate))
-    with tqdm(total=steps, desc=f"recall, {name}", unit="step", dynamic_ncols=True) as bar:
-        for step in range(steps):
-            for group in optimizer.param_groups:
-                group["lr"] = rate * min(1, (step + 1) / 50) * 0.5 * (1 + math.cos(math.pi * step / steps))
-            tasks = SHORT if step < steps / 4 else MIXTURE
-            length, pairs = tasks[int(torch.randint(0, len(tasks), ()))]
-            ids, targets = batch(TOKENS // length, length, pairs)
-            loss = cross_entropy(model(ids)[0].flatten(0, 1), targets.flatten())
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-            bar.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
-            bar.update()
-    return model
+def recall_config(model: TitansConfig, steps: int) -> TrainConfig:
+    """Short rows first, then all of them, with a cosine down to nothing."""
+    stages = [[0, [level(*task) for task in SHORT]], [steps // 4 + 1, [level(*task) for task in MIXTURE]]]
+    return TrainConfig(
+        model=model,
+        data=DataConfig(length=128),
+        task=TaskConfig("recall", {"vocab_size": VOCAB}, stages),
+        optim=OptimConfig(lr=6e-3, warmup=50, final=0.0),
+        steps=steps,
+        batch_tokens=TOKENS,
+        micro_rows=TOKENS // 32,
+        log_every=100,
+        eval_every=steps,
+        save_every=200,
+    )
 
 
 @torch.no_grad()
 def accuracy(model: TitansLM, length: int, pairs: int, **how: Any) -> float:
-    torch.manual_seed(length)
-    ids, targets = batch(32, length, pairs)
+    ids, targets = Recall(VOCAB).batch(32, level(length, pairs), generator_of(length))
     asked = targets >= 0
     return (model(ids, **how)[0].argmax(-1)[asked] == targets[asked]).float().mean().item()
 
 
 def recall_seconds(config: TitansConfig) -> float:
     """One step of a recall model on this machine today."""
-    model, (ids, targets) = TitansLM(config), batch(TOKENS // 128, 128, 8)
-    return fastest(lambda: cross_entropy(model(ids)[0].flatten(0, 1), targets.flatten()).backward())
+    model, (ids, targets) = TitansLM(config), Recall(VOCAB).batch(TOKENS // 128, level(128, 8), generator_of(0))
+    return fastest(lambda: model(ids, labels=targets)[0].backward())
 
 
 def fastest(work: Callable[[], object], times: int = 4) -> float:
@@ -111,12 +102,19 @@ def fastest(work: Callable[[], object], times: int = 4) -> float:
     return min(taken[1:])
 
 
-def recall(minutes: float) -> dict[str, Any]:
+def recall(out: Path, minutes: float) -> dict[str, Any]:
     """Train both models and test them far beyond the length they were trained on."""
     configs = recall_models()
     share = min(1.0, 22 * minutes / (RECALL_STEPS["memory"] * recall_seconds(configs["memory"])))
     steps = {name: max(1, int(share * count)) for name, count in RECALL_STEPS.items()}
-    memory, attention = (learn_recall(name, configs[name], steps[name]) for name in ("memory", "attention"))
+    for name, config in configs.items():
+        folder = out / f"recall-{name}"
+        chosen = go_on(folder) or recall_config(config, steps[name])
+        steps[name] = chosen.steps
+        print(f"recall, {name}: {parameters(config):,} parameters, {chosen.steps} steps", flush=True)
+        if not train(chosen, folder)["complete"]:
+            raise KeyboardInterrupt
+    memory, attention = (load_run(out / f"recall-{name}")[0].eval() for name in ("memory", "attention"))
     return {
         "parameters": {name: parameters(config) for name, config in configs.items()},
         "steps": steps,
@@ -127,6 +125,12 @@ def recall(minutes: float) -> dict[str, Any]:
             f"attention, window {WINDOW}": [accuracy(attention, *test) for test in TESTS],
         },
     }
+
+
+def go_on(folder: Path) -> TrainConfig | None:
+    """What an earlier start set out to do."""
+    file = folder / "config.json"
+    return TrainConfig.read(file) if file.exists() else None
 
 
 # -- text ---------------------------------------------------------------------------------------------------------
@@ -167,8 +171,7 @@ def text(out: Path, data: Path, minutes: float) -> dict[str, Any]:
     configs = text_configs(data, minutes)
     for name, config in configs.items():
         folder = out / name
-        if (folder / "config.json").exists():  # an earlier start: go on with what it set out to do
-            config = TrainConfig.from_dict(json.loads((folder / "config.json").read_text()))
+        config = go_on(folder) or config
         print(f"text, {name}: {parameters(config.model):,} parameters, {config.tokens:,} tokens", flush=True)
         if not train(config, folder)["complete"]:
             raise KeyboardInterrupt
@@ -178,7 +181,7 @@ def text(out: Path, data: Path, minutes: float) -> dict[str, Any]:
     sample = json.loads((out / "mac" / "samples.jsonl").read_text().splitlines()[-1])
     return {
         "parameters": {name: parameters(config.model) for name, config in configs.items()},
-        "tokens": TrainConfig.from_dict(json.loads((out / "mac" / "config.json").read_text())).tokens,
+        "tokens": TrainConfig.read(out / "mac" / "config.json").tokens,
         "mac": work["mac"],
         "attention": work["attention"],
         "sample": sample,
@@ -301,7 +304,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=5, help="about how long to train and test (default: 5)")
     arguments = parser.parse_args()
     out, begin = arguments.out, time.perf_counter()
-    first = keep(out / "recall.json", lambda: recall(arguments.minutes))
+    first = keep(out / "recall.json", lambda: recall(out, arguments.minutes))
     second = keep(out / "text.json", lambda: text(out, out / "python-bpe512", arguments.minutes))
     print("\n".join(report(out, first, second, time.perf_counter() - begin)))
     print(f"\nthe page with the plots: {out / 'report.html'}")

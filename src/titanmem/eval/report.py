@@ -48,8 +48,7 @@ def _shown(value: Any) -> str:
 
 def about(found: Found) -> str:
     """Which model, where, with which settings."""
-    machine = found["machine"]
-    place = machine.get("gpu") or machine.get("cpu") or "unknown machine"
+    place = found["machine"]["device"]
     settings = ", ".join(
         f"{name}={value}" for name, value in found["settings"].items() if value not in ((), [], {}, None)
     )

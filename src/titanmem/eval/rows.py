@@ -177,6 +177,7 @@ class NeedleSuite(TextSuite):
         figure, axes = new_figure(len(self.kinds), width=5)
         for axis, kind in zip(axes, self.kinds, strict=True):
             grid = [[_find(results, kind, n, d) for n in self.lengths] for d in self.depths]
+            axis.grid(False)
             shown = axis.imshow(grid, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto")
             for row, line in enumerate(grid):
                 for column, value in enumerate(line):
