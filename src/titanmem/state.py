@@ -75,6 +75,9 @@ class State:
         """A copy that shares no storage. Forking needs none: a state never changes."""
         return self.map(Tensor.clone)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self  # a value
+
     def fork(self, count: int) -> Self:
         """Every row `count` times, copies of a row next to each other."""
         return self.map(lambda x: x.repeat_interleave(count, 0))

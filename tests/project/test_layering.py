@@ -11,29 +11,19 @@ import titanmem
 
 ROOT = Path(titanmem.__file__).parent
 ORDER = [
-    "config",
-    "state",
-    "data",
-    "tasks",
-    "ops",
-    "layers",
-    "blocks",
-    "models",
-    "train",
-    "recipes",
-    "bench",
-    "eval",
+    "config", "state", "data", "tasks", "ops", "layers", "blocks", "models", "hf", "train", "recipes", "bench", "eval",
     "cli",
-]
+]  # fmt: skip
 ALONE = {
     "matplotlib": {"train"},
-    "safetensors": {"state", "data", "models", "train"},
+    "safetensors": {"state", "data", "models", "hf", "train"},
     "tokenizers": {"data"},
     "datasets": {"data"},
     "pyarrow": {"data"},
     "sentencepiece": {"data"},
     "triton": {"ops"},
-    "transformers": set(),
+    "transformers": {"hf"},
+    "lm_eval": {"hf"},
 }
 
 

@@ -39,6 +39,20 @@ def test_an_export_replaces_an_earlier_one_and_nothing_else(run, tmp_path, capsy
     assert main(["export", str(run), str(tmp_path / "again")]) == 0
 
 
+def test_an_export_for_transformers_is_the_runs_model_and_tokenizer(run, tmp_path):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    for _ in range(2):  # the second replaces the first
+        assert main(["export", str(run), str(tmp_path / "model"), "--format", "hf"]) == 0
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    trained = weights_of(run)
+    assert all(torch.equal(p, trained[name]) for name, p in model.core.named_parameters())
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    batch = tokenizer(["abcd ", "ab"], padding=True, return_tensors="pt")
+    out = model.generate(**batch, max_new_tokens=4, do_sample=False)
+    assert torch.equal(out[:1], model.core.generate(batch["input_ids"][:1], 4, temperature=0))
+
+
 def test_runs_are_drawn_into_one_picture_and_one_page(run, tmp_path):
     assert main(["plot", str(run), str(run), "--out", str(tmp_path / "both.png")]) == 0
     assert (tmp_path / "both.png").read_bytes()[:4] == b"\x89PNG"

@@ -192,7 +192,9 @@ class MACBlock(Block):
 
     def _project_memory(self, h: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of memory tokens, not rotated."""
-        kv = linear(h, self.window.qkv.weight[self.config.dim :])
+        qkv, dim = self.window.qkv, self.config.dim
+        # another layer in its place, such as one with an adapter, is more than its weight
+        kv = linear(h, qkv.weight[dim:]) if type(qkv) is nn.Linear else qkv(h)[..., dim:]
         return kv.unflatten(-1, (2, self.config.num_heads, -1)).unbind(2)
 
     def _append(self, old: SegmentState | None, new: SegmentState, position: Tensor, layout: Layout) -> SegmentState:

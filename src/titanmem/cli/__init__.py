@@ -11,10 +11,11 @@ VERBS = {
     "train": "train a model by a recipe, or go on with a run",
     "data": "prepare text for training, check it, look at it",
     "plot": "draw the loss curves of runs",
-    "export": "write a run's model to a folder that generate reads",
+    "export": "write a run's model to a folder that generate or transformers reads",
     "generate": "continue a prompt with a saved model",
     "eval": "measure a model: perplexity, needle, BABILong, recall, what its memory does",
     "report": "join evaluations into one page, beside the published numbers",
+    "harness": "write tasks on local files for lm-evaluation-harness",
     "bench": "how fast it is, beside its peers",
     "doctor": "what this machine can run, and which form of each operation it picks",
 }

@@ -11,12 +11,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("out", type=Path, metavar="OUT", help="folder to write")
     parser.add_argument("--step", type=int, help="which checkpoint (default: the newest)")
     parser.add_argument("--best", action="store_true", help="the checkpoint with the lowest held-out loss")
+    parser.add_argument(
+        "--format",
+        choices=["titanmem", "hf"],
+        default="titanmem",
+        help="hf: a folder for transformers' from_pretrained",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
     from titanmem.train.export import export
 
-    step = export(arguments.run_folder, arguments.out, step=arguments.step, best=arguments.best)
+    step = export(arguments.run_folder, arguments.out, arguments.step, arguments.best, arguments.format)
     print(f"step {step} of {arguments.run_folder} written to {arguments.out}")
-    print(f'next: titanmem generate {arguments.out} "def "')
+    if arguments.format == "hf":
+        print(f'next: import titanmem.hf; AutoModelForCausalLM.from_pretrained("{arguments.out}")')
+    else:
+        print(f'next: titanmem generate {arguments.out} "def "')
     return 0

@@ -216,6 +216,21 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> JsonTokenizer:
     return JsonTokenizer(backend, END)
 
 
+def bytes_as_json() -> JsonTokenizer:
+    """`ByteTokenizer` as a tokenizer.json with the same ids, for libraries that read only those: byte-level BPE without
+    any merge. Bytes outside the vocabulary, here only NUL, are dropped."""
+    library = load_package("tokenizers", "a tokenizer.json")
+    shown = {*range(33, 127), *range(161, 173), *range(174, 256)}  # bytes that stand for themselves
+    signs = iter(range(256, 512))
+    vocab = {chr(byte if byte in shown else next(signs)): byte for byte in range(256)}
+    vocab = {END if byte == ByteTokenizer.end else sign: byte for sign, byte in vocab.items()}
+    backend = library.Tokenizer(library.models.BPE(vocab=vocab, merges=[]))
+    backend.add_special_tokens([END])
+    backend.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = library.decoders.ByteLevel()
+    return JsonTokenizer(backend, END)
+
+
 class TextStream:
     """Text of ids that come one at a time: `push` returns what became complete, never half a character."""
 

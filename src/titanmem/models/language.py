@@ -191,39 +191,65 @@ class TitansLM(nn.Module):
         counted) the first result is the summed cross-entropy, and the logits never exist as a whole.
         """
         self._check(ids, state, mask, documents, labels)
+        x, new, probes = self.hidden(ids, state, mask=mask, learn=learn, probe=probe, documents=documents)
+        if labels is not None and mask is not None:
+            labels = labels.masked_fill(~mask, IGNORED)
+        out = self._leave(x, labels)
+        return (out, new, probes) if probe else (out, new)
+
+    def hidden(
+        self,
+        ids: Tensor,
+        state: ModelState | None = None,
+        *,
+        mask: Tensor | None = None,
+        learn: bool = True,
+        probe: bool = False,
+        documents: Tensor | None = None,
+        trace: list[Tensor] | None = None,
+    ) -> tuple[Tensor, ModelState, list[Probe | None]]:
+        """`forward` up to the last block: the stream [B, T, dim] before `norm`, 0 at masked tokens; the state; probes.
+
+        `ids` may also be rows of `embedding`, [B, T, dim]. `trace` receives what enters and leaves every block.
+        """
         if ids.shape[1] == 0:
-            state = self.start(ids.shape[0]) if state is None else state
-            empty = self._leave(self._embed(ids), labels)
-            return (empty, state, [None] * len(self.blocks)) if probe else (empty, state)
+            return self._embed(ids), self.start(ids.shape[0]) if state is None else state, [None] * len(self.blocks)
         order = None
         if mask is not None:
             order = pack_order(mask)
             ids = pack(ids, order)
             documents = None if documents is None else pack(documents, order)
-            labels = None if labels is None else pack(labels.masked_fill(~mask, IGNORED), order)
         lengths = None if mask is None else mask.sum(1)
         before = None if state is None else state.document
         layout = Layout(lengths, _starts(documents, before, state is not None))
         context = Context(layout, learn, probe)
 
+        def placed(x: Tensor) -> Tensor:
+            if order is None or mask is None:
+                return x
+            return torch.where(mask.unsqueeze(-1), unpack(x, order), 0)
+
         x = self._embed(ids)
         states, probes = [], []
         for index, block in enumerate(self.blocks):
+            if trace is not None:
+                trace.append(placed(x))
             x, after, seen = block(x, None if state is None else state.blocks[index], context)
             states.append(after)
             probes.append(seen)
-        out = self._leave(x, labels)
+        x = placed(x)
+        if trace is not None:
+            trace.append(x)
 
         document = _last_document(documents, lengths, before)
-        new = ModelState(tuple(states), document, self.config.to_dict())
-        if order is not None and mask is not None:
-            out = torch.where(mask.unsqueeze(-1), unpack(out, order), 0) if labels is None else out
+        if order is not None:
             probes = [None if p is None else p.map(lambda t: unpack(t, order)) for p in probes]
-        return (out, new, probes) if probe else (out, new)
+        return x, ModelState(tuple(states), document, self.config.to_dict()), probes
 
     def _embed(self, ids: Tensor) -> Tensor:
         """Tokens at unit scale: beside blocks whose outputs are about 1, smaller ones would drown."""
-        return self.embedding(ids) * self.config.dim**0.5
+        x = ids if ids.is_floating_point() else self.embedding(ids)
+        return x * self.config.dim**0.5
 
     def _leave(self, x: Tensor, labels: Tensor | None) -> Tensor:
         """Logits, or the summed loss of `labels`."""
@@ -320,14 +346,17 @@ class TitansLM(nn.Module):
             and int(documents.min()) < 0
         ):
             raise ValueError(f"document ids must not be negative, got {int(documents.min())}; number them from 0")
+        self._check_state(state, ids.shape[0])
+
+    def _check_state(self, state: ModelState | None, batch: int) -> None:
         if state is None:
             return
         if not isinstance(state, ModelState):
             raise ValueError(f"state must be a ModelState or None, got {type(state).__name__}")
         check_same_config(self.config.to_dict(), state.config, "use this state", "state")
-        if state.batch != ids.shape[0]:
+        if state.batch != batch:
             raise ValueError(
-                f"the state holds {state.batch} rows, ids has {ids.shape[0]}; use state.rows(...), state.fork(n) or "
+                f"the state holds {state.batch} rows, ids has {batch}; use state.rows(...), state.fork(n) or "
                 "ModelState.stack([...]) to line them up"
             )
 

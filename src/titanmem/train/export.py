@@ -1,15 +1,18 @@
-"""From a run's checkpoint to a folder that `TitansLM.load` and `titanmem generate` read."""
+"""From a run's checkpoint to a folder that `TitansLM.load` and `titanmem generate`, or transformers, read."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+from titanmem.config import require
+from titanmem.data.packages import load_package
+from titanmem.data.tokenizer import Tokenizer
 from titanmem.models.language import TitansLM
 from titanmem.train.checkpoint import CheckpointError, best_of, check, has_manifest, load_weights, name_of, step_of
 from titanmem.train.config import TrainConfig
 from titanmem.train.data import tokenizer_of
 
-_FILES = {"config.json", "model.safetensors"}
+_FILES = {"config.json", "model.safetensors", "generation_config.json", "modeling_titanmem.py"}
 
 
 def read_run(run: Path) -> TrainConfig:
@@ -54,12 +57,30 @@ def clear_export(out: Path) -> None:
         (out / name).unlink()
 
 
-def export(run: Path, out: Path, step: int | None = None, best: bool = False) -> int:
-    """Write config.json, model.safetensors and the tokenizer's files, if it has one, to `out`; returns the step."""
+def export(run: Path, out: Path, step: int | None = None, best: bool = False, kind: str = "titanmem") -> int:
+    """Write config.json, model.safetensors and the tokenizer's files, if it has one, to `out`; returns the step. `kind`
+    "hf": as transformers reads them."""
     model, found = load_run(run, step, best)
     tokenizer = tokenizer_of(read_run(run))
+    if kind == "hf":
+        require(tokenizer is not None, f"{run} was trained on bare tokens and has no tokenizer; export it without hf")
+        assert tokenizer is not None
+        _write_hf(model, tokenizer, out)
+        return found
     clear_export(out)
     model.save(out)
     if tokenizer is not None:
         tokenizer.save(out)
     return found
+
+
+def _write_hf(model: TitansLM, tokenizer: Tokenizer, out: Path) -> None:
+    load_package("transformers", "--format hf", "hf")
+    from titanmem.hf import TitansForCausalLM, fast_tokenizer
+
+    fast = fast_tokenizer(tokenizer)  # refuses some, before anything is cleared
+    clear_export(out)
+    wrapped = TitansForCausalLM.from_core(model)
+    wrapped.generation_config.eos_token_id = wrapped.generation_config.pad_token_id = tokenizer.end
+    wrapped.save_pretrained(out)
+    fast.save_pretrained(out)

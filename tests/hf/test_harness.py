@@ -1,0 +1,98 @@
+"""lm-evaluation-harness on local files, by its own command."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from support import small_model
+from titanmem.cli import main
+from titanmem.data.tokenizer import ByteTokenizer
+from titanmem.hf import TitansForCausalLM, fast_tokenizer
+from titanmem.hf.harness import TASKS, articles
+
+ROWS = {
+    "lambada_openai_test.jsonl": {"text": "a b c d"},
+    "piqa_val.jsonl": {"goal": "eat", "sol1": "with a spoon", "sol2": "with a wall", "label": 0},
+    "hellaswag_val.jsonl": {
+        "activity_label": "Eating", "ctx_a": "A man sits.", "ctx_b": "he", "ctx": "A man sits. he",
+        "endings": ["eats.", "flies.", "melts.", "is."], "label": "0",
+    },
+    "winogrande_val.jsonl": {"sentence": "Ann saw Bo so _ waved.", "option1": "Ann", "option2": "Bo", "answer": "1"},
+    "arc_easy_test.jsonl": {"id": "1", "query": "Question: Is it?\nAnswer:", "choices": ["no", "yes"], "gold": 1},
+    "arc_challenge_val.jsonl": {
+        "id": "2", "question": "Is it?", "choices": {"text": ["no", "yes"], "label": ["A", "B"]}, "answerKey": "B",
+    },
+    "siqa_val.jsonl": {
+        "context": "Ann waved.", "question": "Why?", "answerA": "joy", "answerB": "rain", "answerC": "no", "label": "1",
+    },
+    "boolq_val.jsonl": {"question": "is it", "passage": "It is.", "answer": True},
+}  # fmt: skip
+WIKI = " \n = One = \n \n Text . \n \n = = Part = = \n \n x \n = 1 rad / s and k = \n \n \n = Two = \n \n More . \n"
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    home = tmp_path_factory.mktemp("harness")
+    (home / "data").mkdir()
+    for name, row in ROWS.items():
+        (home / "data" / name).write_text(json.dumps(row) + "\n")
+    (home / "data" / "wiki.test.raw").write_text(WIKI)
+    model = TitansForCausalLM.from_core(small_model("mac", dtype=torch.float32, vocab_size=256))
+    model.save_pretrained(home / "model")
+    fast_tokenizer(ByteTokenizer()).save_pretrained(home / "model")
+    assert main(["harness", str(home / "data"), str(home / "tasks")]) == 0
+    return home
+
+
+def evaluate(home, command, tasks, *options):
+    settings = {"HF_HOME": str(home / "home"), "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
+    done = subprocess.run(
+        [*command, "run", "--model", "hf", *options, "--include_path", str(home / "tasks"), "--tasks", tasks,
+         "--device", "cpu", "--output_path", str(home / "out.json")],
+        capture_output=True, text=True, env=os.environ | settings,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = sorted(home.glob("out*.json"))[-1]
+    results = json.loads(found.read_text())["results"]
+    found.unlink()
+    return results
+
+
+def test_every_task_runs_by_the_harness_command(folders):
+    options = ["--model_args", f"pretrained={folders / 'model'}"]
+    results = evaluate(folders, [sys.executable, "-m", "titanmem.hf.harness"], "titanmem", *options)
+    assert set(results) >= {f"titanmem_{task.name}" for task in TASKS}
+    assert 100 < results["titanmem_wikitext"]["byte_perplexity,none"] < 1000  # an untrained model of 256 ids
+
+
+@pytest.mark.slow
+def test_the_plain_command_needs_trust_remote_code(folders):
+    options = ["--model_args", f"pretrained={folders / 'model'},trust_remote_code=True"]
+    results = evaluate(folders, [sys.executable, "-m", "lm_eval"], "titanmem_piqa", *options)
+    assert set(results["titanmem_piqa"]) >= {"acc,none", "acc_norm,none"}
+
+
+def test_rows_become_those_of_the_hub(folders):
+    read = lambda name: json.loads((folders / "tasks" / "data" / f"{name}.jsonl").read_text())
+    assert read("arc_easy") == {
+        "id": "1", "question": "Is it?", "choices": {"text": ["no", "yes"], "label": ["A", "B"]}, "answerKey": "B",
+    }  # fmt: skip
+    assert read("boolq") == {"question": "is it", "passage": "It is.", "label": 1}
+    assert read("piqa") == ROWS["piqa_val.jsonl"]
+
+
+def test_wikitext_is_split_at_titles_alone():
+    found = list(articles(WIKI.splitlines(keepends=True)))
+    assert "".join(found) == WIKI
+    assert [page.split(" = ")[1] for page in found] == ["One", "Two"]
+
+
+def test_a_folder_without_data_sets_says_what_is_known(tmp_path, capsys):
+    assert main(["harness", str(tmp_path), str(tmp_path / "tasks")]) == 2
+    assert "piqa_val.jsonl" in capsys.readouterr().err
