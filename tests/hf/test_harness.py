@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
 
 import pytest
 import torch
+from lm_eval.tasks.wikitext.preprocess_wikitext import wikitext_detokenizer
 
 from support import small_model
 from titanmem.cli import main
 from titanmem.data.tokenizer import ByteTokenizer
+from titanmem.eval.choices import LAMBADA, SETS, ChoicesSuite
+from titanmem.eval.perplexity import PerplexitySuite
+from titanmem.eval.subject import Subject
+from titanmem.eval.suite import run_suite
 from titanmem.hf import TitansForCausalLM, fast_tokenizer
 from titanmem.hf.harness import TASKS, articles
 
@@ -36,12 +42,18 @@ ROWS = {
 WIKI = " \n = One = \n \n Text . \n \n = = Part = = \n \n x \n = 1 rad / s and k = \n \n \n = Two = \n \n More . \n"
 
 
+def varied(row):
+    """Another row of the same kind."""
+    texts = {"text", "goal", "sol1", "ctx_a", "sentence", "question", "passage", "context", "answerA"}
+    return {name: value.replace("a", "oo") if name in texts else value for name, value in row.items()}
+
+
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     home = tmp_path_factory.mktemp("harness")
     (home / "data").mkdir()
     for name, row in ROWS.items():
-        (home / "data" / name).write_text(json.dumps(row) + "\n")
+        (home / "data" / name).write_text(json.dumps(row) + "\n" + json.dumps(varied(row)) + "\n")
     (home / "data" / "wiki.test.raw").write_text(WIKI)
     model = TitansForCausalLM.from_core(small_model("mac", dtype=torch.float32, vocab_size=256))
     model.save_pretrained(home / "model")
@@ -64,11 +76,31 @@ def evaluate(home, command, tasks, *options):
     return results
 
 
-def test_every_task_runs_by_the_harness_command(folders):
+def test_every_task_runs_by_the_harness_command_and_our_scores_are_its_scores(folders):
     options = ["--model_args", f"pretrained={folders / 'model'}"]
     results = evaluate(folders, [sys.executable, "-m", "titanmem.hf.harness"], "titanmem", *options)
     assert set(results) >= {f"titanmem_{task.name}" for task in TASKS}
     assert 100 < results["titanmem_wikitext"]["byte_perplexity,none"] < 1000  # an untrained model of 256 ids
+
+    subject = Subject(TitansForCausalLM.from_pretrained(folders / "model").core.eval(), ByteTokenizer())
+    names = {"lambada": "lambada_openai", "siqa": "social_iqa"}
+    sets = [LAMBADA, *(name for name in SETS if name not in ("openbookqa", "arc_challenge"))]
+    ours = run_suite(subject, ChoicesSuite(folder=str(folders / "data"), sets=sets), folders / "eval")["results"]
+    for mine in ours:
+        theirs = results[f"titanmem_{names.get(mine['set'], mine['set'])}"]
+        assert mine["score"] == pytest.approx(theirs["acc,none"], abs=1e-3), mine["set"]
+        if "acc_norm,none" in theirs:
+            assert mine["acc_norm"] == pytest.approx(theirs["acc_norm,none"], abs=1e-3), mine["set"]
+        if mine["set"] == LAMBADA:
+            assert mine["perplexity"] == pytest.approx(theirs["perplexity,none"], rel=1e-3)
+
+    pages = [json.loads(line)["page"] for line in (folders / "tasks/data/wikitext.jsonl").read_text().splitlines()]
+    texts = "".join(json.dumps({"text": wikitext_detokenizer({"page": page})}) + "\n" for page in pages)
+    (folders / "wiki.jsonl").write_text(texts)
+    suite = PerplexitySuite(text=str(folders / "wiki.jsonl"), modes=["windows"])
+    total = sum(r["loss"] * r["tokens"] for r in run_suite(subject, suite, folders / "eval")["results"])
+    theirs = results["titanmem_wikitext"]["byte_perplexity,none"]
+    assert math.exp(total / sum(len(page.encode()) for page in pages)) == pytest.approx(theirs, rel=1e-3)
 
 
 @pytest.mark.slow
@@ -79,7 +111,7 @@ def test_the_plain_command_needs_trust_remote_code(folders):
 
 
 def test_rows_become_those_of_the_hub(folders):
-    read = lambda name: json.loads((folders / "tasks" / "data" / f"{name}.jsonl").read_text())
+    read = lambda name: json.loads((folders / "tasks" / "data" / f"{name}.jsonl").read_text().splitlines()[0])
     assert read("arc_easy") == {
         "id": "1", "question": "Is it?", "choices": {"text": ["no", "yes"], "label": ["A", "B"]}, "answerKey": "B",
     }  # fmt: skip

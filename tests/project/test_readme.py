@@ -8,13 +8,18 @@ from pathlib import Path
 import pytest
 
 README = Path(__file__).parents[2] / "README.md"
+EVALUATION = README.parent / "docs" / "evaluation.md"
+BLOCKS = [
+    pytest.param(block, id=f"{file.name}-{number}")
+    for file in (README, EVALUATION)
+    for number, block in enumerate(re.findall(r"```python\n(.*?)```", file.read_text(), re.S))
+]
 
 
-@pytest.mark.parametrize("number", range(len(re.findall(r"```python\n", README.read_text()))))
-def test_python_blocks_run(number, tmp_path, monkeypatch):
-    block = re.findall(r"```python\n(.*?)```", README.read_text(), re.S)[number]
+@pytest.mark.parametrize("block", BLOCKS)
+def test_python_blocks_run(block, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    exec(compile(block, f"README block {number}", "exec"), {})
+    exec(compile(block, "a block", "exec"), {})
 
 
 def test_every_linked_file_exists():

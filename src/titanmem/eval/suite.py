@@ -58,7 +58,9 @@ def mean(values: Iterable[float]) -> Result:
 
 
 def fingerprint(folder: str) -> str:
-    """Which weights a folder holds, so that results of others are not mixed in."""
+    """Which weights a folder holds, so that results of others are not mixed in; a model without a folder has none."""
+    if not folder:
+        return ""
     path = Path(folder)
     files = sorted([*path.glob("*.safetensors"), *path.glob("checkpoints/step-*/*.json"), *path.glob("config.json")])
     digest = hashlib.sha256()
