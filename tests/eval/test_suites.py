@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import resource
 
 import pytest
 import torch
@@ -184,3 +185,19 @@ def test_a_report_holds_every_table_and_the_published_numbers(folder, tmp_path):
         assert "98.4 / 97.4 / 95.2" in text
         assert "600" in text
     assert main(["report", str(tmp_path / "empty")]) == 2
+
+
+@pytest.mark.slow
+def test_a_needle_in_a_million_tokens_costs_no_more_memory_than_one_in_a_hundred_thousand():
+    torch.manual_seed(0)
+    config = TitansConfig(
+        256, 16, 1, 1, "lmm", num_persistent=0, memory={"chunk_len": 64, "expansion": 1, "num_heads": 1}
+    )
+    subject = Subject(TitansLM(config).eval(), BYTES)
+    task, peaks = Needle(BYTES), []
+    for length in (100_000, 1_000_000):
+        ids, targets = task.batch(1, {"length": length, "depth": 0.5}, generator_of(0))
+        chance, _, _ = subject.read(ids, targets)
+        assert torch.isfinite(chance).all()
+        peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+    assert peaks[1] - peaks[0] < 100  # MiB: the ids and lists of a million tokens themselves

@@ -52,7 +52,7 @@ class Subject:
         """Log-probability of every target [B, T] (0 where nothing is asked), whether it was the likeliest, and the
         state after all."""
         size = max(1, self.piece // len(ids))
-        chances, firsts = [], []
+        chances, firsts = torch.zeros(ids.shape), torch.zeros(ids.shape, dtype=torch.bool)
         for begin in range(0, ids.shape[1], size):
             part = slice(begin, begin + size)
             logits, state = self.model(ids[:, part].to(self.device), state)
@@ -60,9 +60,9 @@ class Subject:
             real = asked != IGNORED
             where = asked.clamp(min=0).unsqueeze(-1)
             chance = log_softmax(logits.float(), -1).gather(-1, where).squeeze(-1)
-            chances.append(torch.where(real, chance, 0).cpu())
-            firsts.append(((logits.argmax(-1) == asked) & real).cpu())
-        return torch.cat(chances, 1), torch.cat(firsts, 1), state
+            chances[:, part] = torch.where(real, chance, 0)
+            firsts[:, part] = (logits.argmax(-1) == asked) & real
+        return chances, firsts, state
 
     def score(self, context: Sequence[int], continuation: Sequence[int]) -> tuple[float, bool]:
         """Log-probability of a continuation, and whether greedy decoding would write it."""
