@@ -13,12 +13,12 @@ import torch
 _FORMS: dict[str, dict[str, str]] = {
     "memory": {
         "chunked": "exact parallel form in plain torch, any device, depth and dtype",
-        "triton": "the same in GPU kernels for 16-bit inputs, where they know the shape",
+        "triton": "the same in GPU kernels; by itself only on Hopper GPUs and for the shapes that were checked there",
         "reference": "token loop, the specification; slow, for tests and reading",
     },
     "streams": {
         "torch": "convolution, silu and l2 norm in plain torch, any device",
-        "triton": "the same in one GPU kernel",
+        "triton": "the same in one GPU kernel; on request",
     },
     "attention": {
         "sdpa": "blocks of the window through torch's scaled_dot_product_attention, any device",
@@ -51,11 +51,18 @@ def _gpu() -> str | None:
     return None
 
 
-@cache
+@torch.compiler.assume_constant_result
 def hopper() -> bool:
     """Whether the kernels for Hopper GPUs can run: the GPU is one and Triton has Gluon."""
+    return _hopper()
+
+
+@cache
+def _hopper() -> bool:
+    if importlib.util.find_spec("triton") is None or _gpu() is not None:
+        return False
     gluon = importlib.util.find_spec("triton.experimental.gluon")
-    return _gpu() is None and torch.cuda.get_device_capability() == (9, 0) and gluon is not None
+    return gluon is not None and torch.cuda.get_device_capability() == (9, 0)
 
 
 def forms(operation: str) -> dict[str, str]:
@@ -68,7 +75,7 @@ def explain(operation: str) -> tuple[str, str]:
     if operation in _asked:
         return _asked[operation], "asked for with titanmem.backend(...)"
     default = next(iter(_FORMS[operation]))
-    if "triton" in _FORMS[operation] and not interpreted() and machine() is None:
+    if operation == "memory" and not interpreted() and hopper():
         default = "triton"
     return default, _FORMS[operation][default]
 

@@ -88,12 +88,17 @@ def memory(
             residual=residual, clip=clip, lengths=lengths, starts=starts, fresh=fresh, at_border=not pends,
         )  # fmt: skip
     if _is_step(q, k, v, gates, fast, gain, lengths, starts):
-        kernel = choice == "triton" and support.why_not(q, gates.channels, fast.start_weight, chunk_len) is None
+        kernel = (
+            backend.asked("memory")
+            and choice == "triton"
+            and support.why_not(q, gates.channels, fast.start_weight, chunk_len) is None
+        )
         with torch.autocast(q.device.type, enabled=False):
             return memory_step(q, k, v, gates.stacked(), fast, gain, chunk_len, residual, clip, kernel)
     how = dict(gain=gain, chunk_len=chunk_len, residual=residual, clip=clip, fresh=fresh)
-    if q.dtype == torch.float32 and not backend.asked("memory"):
-        choice = "chunked"  # kernels with exact float32 products take long to compile
+    if not backend.asked("memory"):  # by itself only what was checked on a GPU
+        checked = fast.pending is None and support.whole_tiles(q, [*fast.start_weight] * 2, chunk_len, lengths, starts)
+        choice = choice if checked else "chunked"
     if choice == "triton":
         why = support.why_not(q, gates.channels, fast.start_weight, chunk_len)
         if why is not None:
