@@ -21,6 +21,7 @@ from titanmem.config import Config, check_counts, check_types, require
 from titanmem.layers.contain import LIMIT, contain
 from titanmem.layers.gates import TokenGates
 from titanmem.layers.norm import RMSNorm
+from titanmem.ops import backend
 from titanmem.ops.layout import Layout, check_mask, pack, pack_order, unpack
 from titanmem.ops.memory import Gates, memory, memory_probe, memory_read
 from titanmem.ops.memory.plan import token_positions
@@ -169,6 +170,17 @@ class NeuralMemory(nn.Module):
         self.gate = nn.Linear(c.dim, c.inner, bias=False) if c.output_gate else None
         self.out = nn.Linear(c.inner, c.dim, bias=False)
         self.reset_parameters()
+        self._know_gpu()
+
+    def _apply(self, *given: Any, **how: Any) -> NeuralMemory:
+        moved = super()._apply(*given, **how)
+        self._know_gpu()
+        return moved
+
+    def _know_gpu(self) -> None:
+        """torch.compile cannot ask what the GPU is."""
+        if self.out.weight.is_cuda:
+            backend.hopper()
 
     @classmethod
     def from_config(cls, config: MemoryConfig) -> NeuralMemory:

@@ -28,6 +28,7 @@ _FORMS: dict[str, dict[str, str]] = {
 }
 
 _asked: dict[str, str] = {}  # a plain dict: torch.compile guards on its content
+_found: list[bool] = []  # what `hopper` found out, once
 
 
 def interpreted() -> bool:
@@ -51,15 +52,16 @@ def _gpu() -> str | None:
     return None
 
 
-@torch.compiler.assume_constant_result
 def hopper() -> bool:
-    """Whether the kernels for Hopper GPUs can run: the GPU is one and Triton has Gluon."""
-    return _hopper()
+    """Whether the kernels for Hopper GPUs can run: the GPU is one and Triton has Gluon. torch.compile cannot find out
+    and takes what is known; a layer asks when it comes to a GPU."""
+    if not _found and not torch.compiler.is_compiling():
+        _found.append(_hopper())
+    return bool(_found) and _found[0]
 
 
-@cache
 def _hopper() -> bool:
-    if importlib.util.find_spec("triton") is None or _gpu() is not None:
+    if not torch.cuda.is_available() or torch.version.hip is not None or importlib.util.find_spec("triton") is None:
         return False
     gluon = importlib.util.find_spec("triton.experimental.gluon")
     return gluon is not None and torch.cuda.get_device_capability() == (9, 0)
