@@ -25,19 +25,20 @@ def compile_all() -> None:
     from triton.backends.compiler import GPUTarget
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    from titanmem.ops.memory.kernels import hopper, hopper_wide
+    from titanmem.ops.memory.kernels import hopper, hopper_backward, hopper_wide, hopper_wide_backward
+    from titanmem.ops.memory.kernels.hopper_tiles import SHARED, WARPS
 
     def kind(name: str) -> str:
         if name in TILES:
-            return f"tensordesc<bf16[64, 64],{hopper.SHARED!r}>"
+            return f"tensordesc<bf16[64, 64],{SHARED!r}>"
         if name in COUNTS:
             return "i32"
         return "fp32" if name == "clip" else "*bf16" if name in BF16 else "*fp32"
 
-    narrow = [hopper.write_chunks, hopper.read_chunks, hopper.retrace_chunks, hopper.pull_chunks]
-    wide = [hopper_wide.write_chunks, hopper_wide.read_chunks, hopper_wide.pull_chunks]
-    kernels = [(x, 1) for x in (*narrow, hopper.write_chunks_backward)]
-    kernels += [(x, 4) for x in (*wide, hopper_wide.write_chunks_backward)]
+    narrow = [hopper.write_chunks, hopper.read_chunks, hopper_backward.retrace_chunks, hopper_backward.pull_chunks]
+    wide = [hopper_wide.write_chunks, hopper_wide.read_chunks, hopper_wide_backward.pull_chunks]
+    kernels = [(x, 1) for x in (*narrow, hopper_backward.write_chunks_backward)]
+    kernels += [(x, 4) for x in (*wide, hopper_wide_backward.write_chunks_backward)]
     for kernel, slices in kernels:
         given = {"N": slices, "NORM": True, "RESIDUAL": True, "CLIP": True}
         names = kernel.arg_names
@@ -45,7 +46,7 @@ def compile_all() -> None:
         constants = {(i,): given[name] for i, name in enumerate(names) if name in given}
         aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if types[name].startswith("*")}
         source = GluonASTSource(kernel, types, constants, aligned)
-        built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": hopper.WARPS})
+        built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": WARPS})
         assert "wgmma" in built.asm["ptx"]
         print("compiled", kernel.__name__, built.metadata.shared)
 

@@ -11,15 +11,14 @@ import torch
 from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from titanmem.ops.memory.kernels import hopper, hopper_wide
+from titanmem.ops.memory.kernels import hopper, hopper_backward, hopper_wide, hopper_wide_backward
+from titanmem.ops.memory.kernels.hopper_tiles import SHARED, TILE, WARPS
 from titanmem.ops.memory.kernels.launch import Call, gates_backward, state_and_gain_grads
-
-TILE = hopper.TILE
 
 
 def tiles(x: Tensor) -> Any:
     """A descriptor of tiles of [..., columns]."""
-    return TensorDescriptor.from_tensor(x.view(-1, x.shape[-1]), [TILE, TILE], hopper.SHARED)
+    return TensorDescriptor.from_tensor(x.view(-1, x.shape[-1]), [TILE, TILE], SHARED)
 
 
 def token_tiles(*tensors: Tensor) -> list[Any]:
@@ -36,7 +35,7 @@ def sizes(call: Call) -> dict[str, Any]:
     s = call.shape
     found: dict[str, Any] = dict(
         tokens=s.tokens, heads=s.heads, count=s.count, lines=s.rows * s.tokens, NORM=call.gain is not None,
-        RESIDUAL=call.network["RESIDUAL"], num_warps=hopper.WARPS,
+        RESIDUAL=call.network["RESIDUAL"], num_warps=WARPS,
     )  # fmt: skip
     return found if slices(call) == 1 else found | {"N": slices(call)}
 
@@ -91,14 +90,14 @@ def backward(call: Call, grad_y: Tensor, grad_state: list[Tensor], kept: list[Te
     q, k, v, given, grad_q, grad_k, grad_v = token_tiles(call.q, call.k, call.v, grad_y.contiguous(), *grads)
     grid = (s.count, s.rows)
     read = (call.shares, call.steps, at, tape, grad_q, grad_blend, grad_shares, grad_steps, gain_parts)
-    hopper.retrace_chunks[grid](k, v, call.gain, at, tape, *rows, **sizes(call) | {"N": slices(call)})
+    hopper_backward.retrace_chunks[grid](k, v, call.gain, at, tape, *rows, **sizes(call) | {"N": slices(call)})
     if slices(call) == 1:
-        hopper.pull_chunks[grid](q, k, given, call.gain, tiles(call.blend), call.blend, *read, **sizes(call))
+        hopper_backward.pull_chunks[grid](q, k, given, call.gain, tiles(call.blend), call.blend, *read, **sizes(call))
     else:
-        hopper_wide.pull_chunks[grid](q, k, given, call.gain, tiles(call.blend), *read, **sizes(call))
+        hopper_wide_backward.pull_chunks[grid](q, k, given, call.gain, tiles(call.blend), *read, **sizes(call))
     gw1, gw2, gs1, gs2 = grad_after = [x.flatten(0, 1).float().clone() for x in grad_state]
     grad_gain = call.q.new_empty(s.rows, TILE, dtype=torch.float32)
-    kernels = hopper if slices(call) == 1 else hopper_wide
+    kernels = hopper_backward if slices(call) == 1 else hopper_wide_backward
     kernels.write_chunks_backward[(s.rows,)](
         k, v, call.gain, call.shares, call.steps, norms, at, tape, states, *rows, parts,
         grad_steps, grad_shares, grad_ends, gw1, gs1, gw2, gs2, grad_k, grad_v, grad_gain,

@@ -17,30 +17,28 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from titanmem.ops.memory.kernels.hopper import (
+from titanmem.ops.memory.kernels.hopper_tiles import (
     BYTES,
     COLUMNS,
-    MEAN,
     ROWS,
     SHARED,
     C,
-    _add6,
     barriers,
     begin,
     cdf_pdf,
-    clip_step_backward,
+    clip_steps,
     fetch_token_tiles,
     flipped,
     floats,
     gain_row,
+    given_steps,
     key_error,
-    norm_pullback,
+    last_rows,
+    last_shares,
     normalise,
     product,
     put,
     square_offsets,
-    sums,
-    sums3,
     tile,
     two_tiles,
     zeros,
@@ -114,14 +112,10 @@ def write_chunks(
         for f in gl.static_range(N):
             tma.async_copy_shared_to_global(at, [spot + f * C, 0], W1.index(f))
             tma.async_copy_shared_to_global(at, [2 * N * lines + spot + f * C, 0], W2.index(f))
-        given = step + ((line + chunk * C + t) * heads + head) * 2
-        step1, step2 = gl.load(given).to(gl.float32), gl.load(given + 1).to(gl.float32)
+        step1, step2 = given_steps(step, line + chunk * C, heads, head)
         share = shares + long * 10 * C
-        carried1, written1 = gl.load(share + 3 * C + t), gl.load(share + 4 * C + t)
-        carried2, written2 = gl.load(share + 8 * C + t), gl.load(share + 9 * C + t)
-        end = share + C - 1
-        share1, drift1, carry1 = gl.load(end), gl.load(end + C), gl.load(end + 2 * C)
-        share2, drift2, carry2 = gl.load(end + 5 * C), gl.load(end + 6 * C), gl.load(end + 7 * C)
+        carried1, written1, carried2, written2 = last_rows(share)
+        share1, drift1, carry1, share2, drift2, carry2 = last_shares(share)
         mbarrier.wait(bars.index(turn), (chunk // 2) & 1)
         fetch_token_tiles(k, v, K, V, bars, chunk + 1, line, head, chunk + 1 < count)
 
@@ -148,14 +142,7 @@ def write_chunks(
             of_d1 += back * back
             put(D1.index(f), back)
         if CLIP:
-            key_norm, last_norm = sums(key * key, error * error)
-            x2_norm, d1_norm = sums(of_x2, of_d1)
-            step1 *= clip * gl.rsqrt(gl.maximum(key_norm * d1_norm, clip * clip))
-            step2 *= clip * gl.rsqrt(gl.maximum(x2_norm * last_norm, clip * clip))
-            gl.store(norms + long * 4 * C + t, key_norm)
-            gl.store(norms + (long * 4 + 1) * C + t, d1_norm)
-            gl.store(norms + (long * 4 + 2) * C + t, x2_norm)
-            gl.store(norms + (long * 4 + 3) * C + t, last_norm)
+            step1, step2 = clip_steps(step1, step2, key, error, of_x2, of_d1, norms + long * 4 * C, clip)
         gl.store(steps + long * 2 * C + t, step1)
         gl.store(steps + (long * 2 + 1) * C + t, step2)
         put(KW, key * (-step1 * written1)[:, None])
@@ -285,377 +272,3 @@ def read_chunks(
     fence_async_shared()
     tma.async_copy_shared_to_global(y, [line, head * C], K)
     tma.store_wait(0)
-
-
-@gluon.jit
-def pull_chunks(
-    q, k, grad_y, gain, blend, shares, steps, at, tape,
-    grad_q, grad_blend, grad_shares, grad_steps, grad_gain,
-    tokens, heads, count, lines, N: gl.constexpr, NORM: gl.constexpr, RESIDUAL: gl.constexpr,
-):  # fmt: skip
-    """Back through the queries, as `hopper.pull_chunks`."""
-    chunk, row = gl.program_id(0), gl.program_id(1)
-    head = row % heads
-    line = row // heads * tokens + chunk * C
-    place = row * count + chunk
-    long = place.to(gl.int64)
-    spot = place * N * C
-    Q, K, Y, B1, B2, D2, R1, R2 = tile(), tile(), tile(), tile(), tile(), tile(), tile(), tile()
-    W1, S1, W2, S2, X2, D1 = tile(), tile(), tile(), tile(), tile(), tile()
-    Y1, Y2, QS, QF = tile(), tile(), tile(), tile()
-    Q2, SL = tiles(N), tiles(N)
-    bars = barriers(3)
-    bar = bars.index(0)
-    mbarrier.expect(bar, 6 * BYTES)
-    tma.async_copy_global_to_shared(q, [line, head * C], bar, Q)
-    tma.async_copy_global_to_shared(k, [line, head * C], bar, K)
-    tma.async_copy_global_to_shared(blend, [place * 2 * C, 0], bar, B1)
-    tma.async_copy_global_to_shared(blend, [place * 2 * C + C, 0], bar, B2)
-    tma.async_copy_global_to_shared(tape, [2 * N * lines + place * C, 0], bar, D2)
-    tma.async_copy_global_to_shared(grad_y, [line, head * C], bar, Y)
-    fetch_first(at, tape, lines, W1, S1, D1, bars.index(1), spot, N, True)
-    fetch_second(at, tape, lines, W2, S2, X2, bars.index(2), spot, N, True)
-    t = gl.arange(0, C, layout=ROWS)
-    column = gl.arange(0, C, layout=COLUMNS)
-    share = shares + long * 10 * C + t
-    step1 = gl.load(steps + long * 2 * C + column)[None, :]
-    step2 = gl.load(steps + (long * 2 + 1) * C + column)[None, :]
-    share1, drift1 = gl.load(share)[:, None], gl.load(share + C)[:, None]
-    share2, drift2 = gl.load(share + 5 * C)[:, None], gl.load(share + 6 * C)[:, None]
-    scale = gain_row(gain, head, NORM)
-    mbarrier.wait(bar, 0)
-    put(R1, -product(Q, flipped(K)) * floats(B1) * step1)
-    put(QS, share1 * floats(Q))
-    put(QF, drift1 * floats(Q))
-    fence_async_shared()
-
-    # the reads once more
-    score2, by_weight2, by_surprise2 = zeros(), zeros(), zeros()
-    for f in range(N):
-        mbarrier.wait(bars.index(1), f & 1)
-        a, b = begin(Q, W1), begin(Q, S1)
-        by_weight, by_surprise = warpgroup_mma_wait(0, deps=(a, b))
-        value = warpgroup_mma(R1, D1, share1 * by_weight + drift1 * by_surprise)
-        fetch_first(at, tape, lines, W1, S1, D1, bars.index(1), spot + (f + 1) % N * C, N, True)
-        cdf, pdf = cdf_pdf(value)
-        put(Q2.index(f), value * cdf)
-        put(SL.index(f), cdf + value * pdf)
-        fence_async_shared()
-        mbarrier.wait(bars.index(2), f & 1)
-        a = warpgroup_mma(Q2.index(f), flipped(X2), score2, is_async=True)
-        b = warpgroup_mma(Q2.index(f), W2, by_weight2, is_async=True)
-        c = warpgroup_mma(Q2.index(f), S2, by_surprise2, is_async=True)
-        score2, by_weight2, by_surprise2 = warpgroup_mma_wait(0, deps=(a, b, c))
-        fetch_second(at, tape, lines, W2, S2, X2, bars.index(2), spot + (f + 1) % N * C, N, True)
-    put(R2, -score2 * floats(B2) * step2)
-    fence_async_shared()
-    out = warpgroup_mma(R2, D2, share2 * by_weight2 + drift2 * by_surprise2)
-
-    # back through the second matrix
-    upstream = floats(Y)
-    pulled = upstream
-    if NORM:
-        unit, inv_std = normalise(out)
-        gl.store(grad_gain + long * C + column, gl.sum(upstream * unit, 0))
-        pulled, _ = norm_pullback(unit, inv_std, scale * upstream)
-    put(Y2, pulled)
-    fence_async_shared()
-    a, b = begin(Y2, flipped(D2)), begin(flipped(R2), Y2)
-    pull, to_d2 = warpgroup_mma_wait(0, deps=(a, b))
-    to_mix = -pull * score2
-    square = long * 2 * (C * C) + square_offsets()
-    gl.store(grad_blend + C * C + square, to_mix.to(gl.bfloat16))
-    mix = floats(B2)
-    gl.store(grad_steps + (long * 2 + 1) * C + column, gl.sum(to_mix * mix, 0))
-    put(B2, -pull * mix * step2)
-    put(D2, drift2 * pulled)
-    put(R2, share2 * pulled)
-    put(Y1, to_d2)
-    fence_async_shared()
-    tma.async_copy_shared_to_global(tape, [(6 * N + 3) * lines + place * C, 0], Y1)
-
-    # slice by slice through the first
-    of_share, of_drift, pull, by_weight1, by_surprise1 = zeros(), zeros(), zeros(), zeros(), zeros()
-    for f in range(N):
-        here = spot + f * C
-        mbarrier.wait(bars.index(2), (N + f) & 1)
-        a, b = begin(Y2, flipped(W2)), begin(Y2, flipped(S2))
-        by_weight, by_surprise = warpgroup_mma_wait(0, deps=(a, b))
-        active = floats(Q2.index(f))
-        of_share += by_weight * active
-        of_drift += by_surprise * active
-        back = warpgroup_mma(B2, X2, share2 * by_weight + drift2 * by_surprise) * floats(SL.index(f))
-        tma.store_wait(0)
-        put(Y1, back)
-        fence_async_shared()
-        mbarrier.wait(bars.index(1), (N + f) & 1)
-        a = warpgroup_mma(Y1, flipped(D1), pull, is_async=True)
-        b = warpgroup_mma(Y1, flipped(W1), by_weight1, is_async=True)
-        c = warpgroup_mma(Y1, flipped(S1), by_surprise1, is_async=True)
-        pull, by_weight1, by_surprise1 = warpgroup_mma_wait(0, deps=(a, b, c))
-        a, b, c = begin(flipped(R1), Y1), begin(flipped(B2), Q2.index(f)), begin(flipped(QS), Y1)
-        to_d1, to_x2, to_w1 = warpgroup_mma_wait(0, deps=(a, b, c))
-        put(D1, to_d1)
-        put(X2, to_x2)
-        put(W1, to_w1)
-        a, b, c = begin(flipped(QF), Y1), begin(flipped(Q2.index(f)), R2), begin(flipped(Q2.index(f)), D2)
-        to_s1, to_w2, to_s2 = warpgroup_mma_wait(0, deps=(a, b, c))
-        put(S1, to_s1)
-        put(W2, to_w2)
-        put(S2, to_s2)
-        fence_async_shared()
-        tma.async_copy_shared_to_global(tape, [(4 * N + 3) * lines + here, 0], D1)
-        tma.async_copy_shared_to_global(tape, [(5 * N + 3) * lines + here, 0], X2)
-        tma.async_copy_shared_to_global(tape, [(6 * N + 4) * lines + here, 0], W1)
-        tma.async_copy_shared_to_global(tape, [(7 * N + 4) * lines + here, 0], S1)
-        tma.async_copy_shared_to_global(tape, [(8 * N + 4) * lines + here, 0], W2)
-        tma.async_copy_shared_to_global(tape, [(9 * N + 4) * lines + here, 0], S2)
-        tma.store_wait(0)
-        fetch_second(at, tape, lines, W2, S2, X2, bars.index(2), here + C, N, f + 1 < N)
-        fetch_first(at, tape, lines, W1, S1, D1, bars.index(1), here + C, N, f + 1 < N)
-    to_share, to_drift = sums(of_share, of_drift)
-    gl.store(grad_shares + (long * 10 + 5) * C + t, to_share)
-    gl.store(grad_shares + (long * 10 + 6) * C + t, to_drift)
-    to_mix = -pull * product(Q, flipped(K))
-    gl.store(grad_blend + square, to_mix.to(gl.bfloat16))
-    mix = floats(B1)
-    gl.store(grad_steps + long * 2 * C + column, gl.sum(to_mix * mix, 0))
-    put(B1, -pull * mix * step1)
-    query = floats(Q)
-    to_share, to_drift = sums(by_weight1 * query, by_surprise1 * query)
-    gl.store(grad_shares + long * 10 * C + t, to_share)
-    gl.store(grad_shares + (long * 10 + 1) * C + t, to_drift)
-    total = share1 * by_weight1 + drift1 * by_surprise1
-    if RESIDUAL:
-        total += floats(Y)
-    fence_async_shared()
-    a = warpgroup_mma(B1, K, total, is_async=True)
-    b = begin(flipped(B1), Q)
-    total, to_x1 = warpgroup_mma_wait(0, deps=(a, b))
-    put(Y, total)
-    put(K, to_x1)
-    fence_async_shared()
-    tma.async_copy_shared_to_global(grad_q, [line, head * C], Y)
-    tma.async_copy_shared_to_global(tape, [(4 * N + 2) * lines + place * C, 0], K)
-    tma.store_wait(0)
-
-
-@gluon.jit
-def fetch_tokens(k, v, tape, lines, K, V, D2, UN, PX1, PD2, bar, line, head, spot, N: gl.constexpr):
-    mbarrier.expect(bar, 6 * BYTES)
-    tma.async_copy_global_to_shared(k, [line, head * C], bar, K)
-    tma.async_copy_global_to_shared(tape, [2 * N * lines + spot, 0], bar, D2)
-    tma.async_copy_global_to_shared(tape, [(6 * N + 3) * lines + spot, 0], bar, PD2)
-    tma.async_copy_global_to_shared(v, [line, head * C], bar, V)
-    tma.async_copy_global_to_shared(tape, [(4 * N + 1) * lines + spot, 0], bar, UN)
-    tma.async_copy_global_to_shared(tape, [(4 * N + 2) * lines + spot, 0], bar, PX1)
-
-
-@gluon.jit
-def fetch_four(a, b, c, d, A, B, D, E, bar, line_a, line_b, line_c, line_d, there):
-    mbarrier.expect(bar, 4 * BYTES, pred=there)
-    tma.async_copy_global_to_shared(a, [line_a, 0], bar, A, pred=there)
-    tma.async_copy_global_to_shared(b, [line_b, 0], bar, B, pred=there)
-    tma.async_copy_global_to_shared(c, [line_c, 0], bar, D, pred=there)
-    tma.async_copy_global_to_shared(d, [line_d, 0], bar, E, pred=there)
-
-
-@gluon.jit
-def end_shares(w1, s1, w2, s2, to_w1, to_s1, to_w2, to_s2):
-    """A slice's part in the gradients of β, f and m of the chunk's last token, of both matrices."""
-    a, b, c = gl.ravel(w1 * to_w1), gl.ravel(s1 * to_w1), gl.ravel(s1 * to_s1)
-    d, e, f = gl.ravel(w2 * to_w2), gl.ravel(s2 * to_w2), gl.ravel(s2 * to_s2)
-    return gl.reduce((a, b, c, d, e, f), 0, _add6)
-
-
-@gluon.jit
-def write_chunks_backward(
-    k, v, gain, shares, steps, norms, at, tape, states, inv_stds, alongs, parts,
-    grad_steps, grad_shares, grad_ends, grad_w1, grad_s1, grad_w2, grad_s2, grad_k, grad_v, grad_gain,
-    tokens, heads, count, lines, clip,
-    N: gl.constexpr, NORM: gl.constexpr, RESIDUAL: gl.constexpr, CLIP: gl.constexpr,
-):  # fmt: skip
-    """As `hopper.write_chunks_backward`, in three passes over the slices of a chunk: what depends on the gradients of
-    the state after it, what leads to the last error, what comes back from there."""
-    row = gl.program_id(0)
-    head = row % heads
-    first = row // heads * tokens
-    K, V, D2, UN, PX1, PD2, Z2 = tile(), tile(), tile(), tile(), tile(), tile(), tile()
-    A, B, E, F = tile(), tile(), tile(), tile()  # slices of the tape and of the weights, as a pass needs them
-    GW1, GS1, GW2, GS2 = tile(), tile(), tile(), tile()
-    E1, Z1, U = tiles(N), tiles(N), tiles(N)
-    bars = barriers(2)
-    t = gl.arange(0, C, layout=ROWS)
-    square = square_offsets()
-    state = row.to(gl.int64) * (C * C * N)
-    wide, tall = state + wide_offsets(N), state + square
-    scale = gain_row(gain, head, NORM)
-    to_gain = zeros()
-    kind = lines.to(gl.int64) * C
-    turn = 0
-    for back_ in range(count):
-        chunk = count - 1 - back_
-        place = row * count + chunk
-        line = first + chunk * C
-        long = place.to(gl.int64)
-        spot = place * N * C
-        tma.store_wait(0)
-        fetch_tokens(k, v, tape, lines, K, V, D2, UN, PX1, PD2, bars.index(0), line, head, place * C, N)
-        at_x2, at_d1 = spot, N * lines + spot
-        at_pd1, at_px2 = (4 * N + 3) * lines + spot, (5 * N + 3) * lines + spot
-        fetch_four(tape, tape, tape, tape, A, B, E, F, bars.index(1), at_x2, at_d1, at_pd1, at_px2, True)
-        share = shares + long * 10 * C
-        carried1, written1 = gl.load(share + 3 * C + t), gl.load(share + 4 * C + t)
-        carried2, written2 = gl.load(share + 8 * C + t), gl.load(share + 9 * C + t)
-        of_steps = long * 2 * C + t
-        step1, step2 = gl.load(steps + of_steps), gl.load(steps + of_steps + C)
-        to_step1, to_step2 = gl.load(grad_steps + of_steps), gl.load(grad_steps + of_steps + C)
-        key_norm, d1_norm = step1, step1
-        x2_norm, last_norm = step1, step1
-        if CLIP:
-            of_norms = long * 4 * C + t
-            key_norm, d1_norm = gl.load(norms + of_norms), gl.load(norms + of_norms + C)
-            x2_norm, last_norm = gl.load(norms + of_norms + 2 * C), gl.load(norms + of_norms + 3 * C)
-
-        # what depends on the weight and surprise after the chunk
-        of_written, of_carried = zeros(), zeros()
-        along_w2, along_s2, back_w1, back_s1 = zeros(), zeros(), zeros(), zeros()
-        mbarrier.wait(bars.index(0), back_ & 1)
-        for f in range(N):
-            put(GW1, kept(grad_w1 + wide + f * C))
-            put(GS1, kept(grad_s1 + wide + f * C))
-            put(GW2, kept(grad_w2 + tall + f * C * C))
-            put(GS2, kept(grad_s2 + tall + f * C * C))
-            fence_async_shared()
-            mbarrier.wait(bars.index(1), turn)
-            turn = turn ^ 1
-            a, b, c, d = begin(K, GW1), begin(K, GS1), begin(D2, flipped(GW2)), begin(D2, flipped(GS2))
-            along_w1, along_s1, back_w2, back_s2 = warpgroup_mma_wait(0, deps=(a, b, c, d))
-            a = warpgroup_mma(A, GW2, along_w2, is_async=True)
-            b = warpgroup_mma(A, GS2, along_s2, is_async=True)
-            c = warpgroup_mma(B, flipped(GW1), back_w1, is_async=True)
-            d = warpgroup_mma(B, flipped(GS1), back_s1, is_async=True)
-            error1 = floats(B)
-            of_written += along_w1 * error1
-            of_carried += along_s1 * error1
-            put(
-                E1.index(f), floats(E) - (written1 * step1)[:, None] * along_w1 - (carried1 * step1)[:, None] * along_s1
-            )
-            put(U.index(f), floats(F) - (written2 * step2)[:, None] * back_w2 - (carried2 * step2)[:, None] * back_s2)
-            along_w2, along_s2, back_w1, back_s1 = warpgroup_mma_wait(0, deps=(a, b, c, d))
-            next = (f + 1) * C
-            fetch_four(
-                tape, tape, tape, tape, A, B, E, F, bars.index(1), at_x2 + next, at_d1 + next, at_pd1 + next,
-                at_px2 + next, f + 1 < N,
-            )  # fmt: skip
-        at_sl, at_be = (2 * N + 1) * lines + spot, (3 * N + 1) * lines + spot
-        fetch_four(tape, tape, tape, at, A, B, E, F, bars.index(1), at_sl, at_be, at_d1, 2 * N * lines + spot, True)
-        to_written1, to_carried1 = sums(-of_written, -of_carried)
-        error2 = floats(D2)
-        to_written2, to_carried2 = sums(-along_w2 * error2, -along_s2 * error2)
-        gl.store(grad_shares + (long * 10 + 3) * C + t, to_carried1)
-        gl.store(grad_shares + (long * 10 + 4) * C + t, to_written1)
-        gl.store(grad_shares + (long * 10 + 8) * C + t, to_carried2)
-        gl.store(grad_shares + (long * 10 + 9) * C + t, to_written2)
-        to_step1 += to_carried1 * carried1 + to_written1 * written1
-        to_step2 += to_carried2 * carried2 + to_written2 * written2
-        pull_x1, pull_d1 = clip_step_backward(grad_steps + of_steps, to_step1, key_norm, d1_norm, step1, clip, CLIP)
-        pull_x2, pull_d2 = clip_step_backward(
-            grad_steps + of_steps + C, to_step2, x2_norm, last_norm, step2, clip, CLIP
-        )
-        carried1, written1 = (carried1 * step1)[:, None], (written1 * step1)[:, None]
-        carried2, written2 = (carried2 * step2)[:, None], (written2 * step2)[:, None]
-        to_d2 = floats(PD2) - written2 * along_w2 - carried2 * along_s2 - pull_d2 * error2
-        to_keys = floats(PX1) - written1 * back_w1 - carried1 * back_s1 - pull_x1 * floats(K)
-
-        # through D₁ = (D₂ W₂ᵀ) ∘ φ'(Z₁)
-        for f in range(N):
-            mbarrier.wait(bars.index(1), turn)
-            turn = turn ^ 1
-            to_d1 = floats(E1.index(f)) - pull_d1 * floats(E)
-            put(E1.index(f), to_d1 * floats(A))
-            put(Z1.index(f), to_d1 * floats(B))
-            fence_async_shared()
-            to_d2 = warpgroup_mma(E1.index(f), F, to_d2)
-            next = (f + 1) * C
-            fetch_four(
-                tape, tape, tape, at, A, B, E, F, bars.index(1), at_sl + next, at_be + next, at_d1 + next,
-                2 * N * lines + spot + next, f + 1 < N,
-            )  # fmt: skip
-        fetch_four(tape, tape, at, at, A, B, E, F, bars.index(1), at_sl, at_x2, spot, 2 * N * lines + spot, True)
-
-        # through the last error
-        to_miss = 2.0 * to_d2
-        to_z2 = to_miss
-        if NORM:
-            unit = floats(UN)
-            inv_std = gl.load(inv_stds + long * C + t)[:, None]
-            mean_scaled = gl.load(alongs + long * C + t)[:, None] * inv_std
-            miss = unit * scale - floats(V)
-            if RESIDUAL:
-                miss += floats(K)
-            through, total, along = sums3(to_d2 * error2, to_d2, to_d2 * unit)
-            mean_grad = (along * MEAN)[:, None] * inv_std
-            to_scaled = (to_d2 - (total * MEAN)[:, None]) * inv_std - unit * mean_grad
-            to_miss = 2.0 * scale * to_scaled
-            to_gain += 2.0 * miss * to_scaled + to_miss * unit
-            to_z2 = scale * to_miss - to_d2 * mean_scaled - 2.0 * scale * miss * mean_grad
-            total, along = sums(to_z2, to_z2 * unit)
-            to_z2 = (to_z2 - (total * MEAN)[:, None] - unit * ((along + through) * MEAN)[:, None]) * inv_std
-        put(Z2, to_z2)
-        put(V, -to_miss)
-        fence_async_shared()
-        tma.async_copy_shared_to_global(grad_v, [line, head * C], V)
-        if RESIDUAL:
-            to_keys += to_miss
-
-        # the state before the chunk
-        end = share + C - 1
-        share1, drift1, carry1 = gl.load(end), gl.load(end + C), gl.load(end + 2 * C)
-        share2, drift2, carry2 = gl.load(end + 5 * C), gl.load(end + 6 * C), gl.load(end + 7 * C)
-        e0, e1, e2, e3, e4, e5 = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
-        for f in range(N):
-            mbarrier.wait(bars.index(1), turn)
-            turn = turn ^ 1
-            matrix = (long * N + f) * (C * C) + square
-            to_w1, to_s1 = kept(grad_w1 + wide + f * C), kept(grad_s1 + wide + f * C)
-            to_w2, to_s2 = kept(grad_w2 + tall + f * C * C), kept(grad_s2 + tall + f * C * C)
-            surprise1, surprise2 = gl.load(states + N * kind + matrix), gl.load(states + 3 * N * kind + matrix)
-            to_x2 = floats(U.index(f)) - pull_x2 * floats(B)
-            to_x2 = warpgroup_mma(Z2, flipped(F), to_x2)
-            put(Z1.index(f), to_x2 * floats(A) + floats(Z1.index(f)))
-            fence_async_shared()
-            a = warpgroup_mma(Z1.index(f), flipped(E), to_keys, is_async=True)
-            a0, a1, a2, a3, a4, a5 = end_shares(
-                floats(E), surprise1.to(gl.float32), floats(F), surprise2.to(gl.float32), to_w1, to_s1, to_w2, to_s2
-            )
-            e0, e1, e2, e3, e4, e5 = e0 + a0, e1 + a1, e2 + a2, e3 + a3, e4 + a4, e5 + a5
-            at_parts = parts + matrix
-            more_w1, more_s1 = gl.load(at_parts + (6 * N + 4) * kind), gl.load(at_parts + (7 * N + 4) * kind)
-            more_w2, more_s2 = gl.load(at_parts + (8 * N + 4) * kind), gl.load(at_parts + (9 * N + 4) * kind)
-            keep(grad_s1 + wide + f * C, carry1 * to_s1 + drift1 * to_w1 + more_s1.to(gl.float32))
-            keep(grad_s2 + tall + f * C * C, carry2 * to_s2 + drift2 * to_w2 + more_s2.to(gl.float32))
-            b = warpgroup_mma(flipped(K), Z1.index(f), share1 * to_w1 + more_w1.to(gl.float32), is_async=True)
-            c = warpgroup_mma(flipped(B), Z2, share2 * to_w2 + more_w2.to(gl.float32), is_async=True)
-            c = warpgroup_mma(flipped(E1.index(f)), D2, c, is_async=True)
-            to_keys, to_w1, to_w2 = warpgroup_mma_wait(0, deps=(a, b, c))
-            keep(grad_w1 + wide + f * C, to_w1)
-            keep(grad_w2 + tall + f * C * C, to_w2)
-            next = (f + 1) * C
-            fetch_four(
-                tape, tape, at, at, A, B, E, F, bars.index(1), at_sl + next, at_x2 + next, spot + next,
-                2 * N * lines + spot + next, f + 1 < N,
-            )  # fmt: skip
-        ends = grad_ends + long * 6
-        gl.store(ends, e0)
-        gl.store(ends + 1, e1)
-        gl.store(ends + 2, e2)
-        gl.store(ends + 3, e3)
-        gl.store(ends + 4, e4)
-        gl.store(ends + 5, e5)
-        put(PX1, to_keys)
-        fence_async_shared()
-        tma.async_copy_shared_to_global(grad_k, [line, head * C], PX1)
-    tma.store_wait(0)
-    if NORM:
-        gl.store(grad_gain + row * C + gl.arange(0, C, layout=COLUMNS), gl.sum(to_gain, 0))

@@ -1,0 +1,426 @@
+"""The Hopper kernels of `hopper.py`, backwards: the keys' tape, the queries, the keys from last chunk to first."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from titanmem.ops.memory.kernels.hopper_tiles import (
+    BYTES,
+    COLUMNS,
+    LAYOUT,
+    ROWS,
+    C,
+    barriers,
+    begin,
+    cdf_pdf,
+    clip_step_backward,
+    end_shares,
+    flipped,
+    floats,
+    gain_row,
+    key_error,
+    last_error_backward,
+    last_rows,
+    last_shares,
+    load_norms,
+    norm_pullback,
+    normalise,
+    product,
+    put,
+    square_offsets,
+    store_ends,
+    store_last_rows,
+    sums,
+    tile,
+    two_tiles,
+    zeros,
+)
+
+
+@gluon.jit
+def retrace_chunks(
+    k, v, gain, at, tape, inv_stds, alongs,
+    tokens, heads, count, lines, N: gl.constexpr, NORM: gl.constexpr, RESIDUAL: gl.constexpr,
+):  # fmt: skip
+    """The keys' tape from the states at the chunks' starts, N slices of hidden units."""
+    chunk, row = gl.program_id(0), gl.program_id(1)
+    head = row % heads
+    line = row // heads * tokens + chunk * C
+    place = row * count + chunk
+    long = place.to(gl.int64)
+    spot = place * N * C
+    K, V, W1, W2, X2, D1, D2, SL, BE = tile(), tile(), tile(), tile(), tile(), tile(), tile(), tile(), tile()
+    bars = barriers(2)
+    mbarrier.expect(bars.index(0), 2 * BYTES)
+    tma.async_copy_global_to_shared(k, [line, head * C], bars.index(0), K)
+    tma.async_copy_global_to_shared(v, [line, head * C], bars.index(0), V)
+    fetch_both(at, lines, W1, W2, bars.index(1), spot, N, True)
+    t = gl.arange(0, C, layout=ROWS)
+    scale = gain_row(gain, head, NORM)
+    mbarrier.wait(bars.index(0), 0)
+    total = zeros()
+    for f in range(N):
+        mbarrier.wait(bars.index(1), f & 1)
+        z = product(K, W1)
+        cdf, _ = cdf_pdf(z)
+        put(X2, z * cdf)
+        fence_async_shared()
+        total = warpgroup_mma(X2, W2, total)
+        fetch_both(at, lines, W1, W2, bars.index(1), spot + (f + 1) % N * C, N, True)
+    error, unit, inv_std, along = key_error(total, floats(K), floats(V), scale, NORM, RESIDUAL)
+    gl.store(inv_stds + long * C + t, inv_std)
+    gl.store(alongs + long * C + t, along)
+    put(D2, error)
+    put(V, unit)
+    fence_async_shared()
+    tma.async_copy_shared_to_global(tape, [2 * N * lines + place * C, 0], D2)
+    tma.async_copy_shared_to_global(tape, [(4 * N + 1) * lines + place * C, 0], V)
+    for f in range(N):
+        mbarrier.wait(bars.index(1), (N + f) & 1)
+        a, b = begin(K, W1), begin(D2, flipped(W2))
+        z, back = warpgroup_mma_wait(0, deps=(a, b))
+        fetch_both(at, lines, W1, W2, bars.index(1), spot + (f + 1) * C, N, f + 1 < N)
+        cdf, pdf = cdf_pdf(z)
+        slope = cdf + z * pdf
+        tma.store_wait(0)
+        put(X2, z * cdf)
+        put(SL, slope)
+        put(D1, back * slope)
+        put(BE, back * ((2.0 - z * z) * pdf))
+        fence_async_shared()
+        tma.async_copy_shared_to_global(tape, [spot + f * C, 0], X2)
+        tma.async_copy_shared_to_global(tape, [N * lines + spot + f * C, 0], D1)
+        tma.async_copy_shared_to_global(tape, [(2 * N + 1) * lines + spot + f * C, 0], SL)
+        tma.async_copy_shared_to_global(tape, [(3 * N + 1) * lines + spot + f * C, 0], BE)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def fetch_both(at, lines, W1, W2, bar, spot, N: gl.constexpr, there):
+    mbarrier.expect(bar, 2 * BYTES, pred=there)
+    tma.async_copy_global_to_shared(at, [spot, 0], bar, W1, pred=there)
+    tma.async_copy_global_to_shared(at, [2 * N * lines + spot, 0], bar, W2, pred=there)
+
+
+@gluon.jit
+def pull_chunks(
+    q, k, grad_y, gain, blend, blends, shares, steps, at, tape,
+    grad_q, grad_blend, grad_shares, grad_steps, grad_gain,
+    tokens, heads, count, lines, NORM: gl.constexpr, RESIDUAL: gl.constexpr,
+):  # fmt: skip
+    """From grad_y: grad_q, the gradients of G (grad_blend), of β and f (grad_shares) and of the clipped steps, the
+    gain's [N, count, D], and the reads' part in the tape. `blends` is `blend` as a pointer. A tile that has been read
+    makes room for the next."""
+    chunk, row = gl.program_id(0), gl.program_id(1)
+    head = row % heads
+    line = row // heads * tokens + chunk * C
+    place = row * count + chunk
+    long = place.to(gl.int64)
+    Q, K, W1, S1, B1, D1, Q2 = tile(), tile(), tile(), tile(), tile(), tile(), tile()
+    X2, W2, S2, B2, D2, Y = tile(), tile(), tile(), tile(), tile(), tile()
+    bars = barriers(2)
+    bar = bars.index(0)
+    mbarrier.expect(bar, 6 * BYTES)
+    tma.async_copy_global_to_shared(q, [line, head * C], bar, Q)
+    tma.async_copy_global_to_shared(k, [line, head * C], bar, K)
+    tma.async_copy_global_to_shared(at, [place * C, 0], bar, W1)
+    tma.async_copy_global_to_shared(at, [lines + place * C, 0], bar, S1)
+    tma.async_copy_global_to_shared(blend, [place * 2 * C, 0], bar, B1)
+    tma.async_copy_global_to_shared(tape, [lines + place * C, 0], bar, D1)
+    bar = bars.index(1)
+    mbarrier.expect(bar, 6 * BYTES)
+    tma.async_copy_global_to_shared(tape, [place * C, 0], bar, X2)
+    tma.async_copy_global_to_shared(at, [2 * lines + place * C, 0], bar, W2)
+    tma.async_copy_global_to_shared(at, [3 * lines + place * C, 0], bar, S2)
+    tma.async_copy_global_to_shared(blend, [place * 2 * C + C, 0], bar, B2)
+    tma.async_copy_global_to_shared(tape, [2 * lines + place * C, 0], bar, D2)
+    tma.async_copy_global_to_shared(grad_y, [line, head * C], bar, Y)
+    t = gl.arange(0, C, layout=ROWS)
+    column = gl.arange(0, C, layout=COLUMNS)
+    share = shares + long * 10 * C + t
+    step1 = gl.load(steps + long * 2 * C + column)[None, :]
+    step2 = gl.load(steps + (long * 2 + 1) * C + column)[None, :]
+    share1, drift1 = gl.load(share)[:, None], gl.load(share + C)[:, None]
+    share2, drift2 = gl.load(share + 5 * C)[:, None], gl.load(share + 6 * C)[:, None]
+    square = long * 2 * (C * C) + square_offsets()
+
+    # the reads once more; B1 and B2 become the scores under G
+    mbarrier.wait(bars.index(0), 0)
+    a, b, c = begin(Q, flipped(K)), begin(Q, W1), begin(Q, S1)
+    score, by_weight, by_surprise = warpgroup_mma_wait(0, deps=(a, b, c))
+    put(B1, -score * floats(B1) * step1)
+    fence_async_shared()
+    value = warpgroup_mma(B1, D1, share1 * by_weight + drift1 * by_surprise)
+    cdf, pdf = cdf_pdf(value)
+    slope = (cdf + value * pdf).to(gl.bfloat16)
+    put(Q2, value * cdf)
+    fence_async_shared()
+    mbarrier.wait(bars.index(1), 0)
+    a, b, c = begin(Q2, flipped(X2)), begin(Q2, W2), begin(Q2, S2)
+    score, by_weight, by_surprise = warpgroup_mma_wait(0, deps=(a, b, c))
+    mix = B2.load(LAYOUT)
+    put(B2, -score * mix.to(gl.float32) * step2)
+    fence_async_shared()
+    out = warpgroup_mma(B2, D2, share2 * by_weight + drift2 * by_surprise)
+
+    # back through the second matrix; Y becomes dY₂, D2 the pull on the scores
+    upstream = Y.load(LAYOUT)
+    pulled = upstream.to(gl.float32)
+    if NORM:
+        unit, inv_std = normalise(out)
+        gl.store(grad_gain + long * C + column, gl.sum(pulled * unit, 0))
+        pulled, _ = norm_pullback(unit, inv_std, gain_row(gain, head, NORM) * pulled)
+    put(Y, pulled)
+    fence_async_shared()
+    a, b, c, d = begin(Y, flipped(D2)), begin(Y, flipped(W2)), begin(Y, flipped(S2)), begin(flipped(B2), Y)
+    pull, by_weight, by_surprise, to_d2 = warpgroup_mma_wait(0, deps=(a, b, c, d))
+    put(B2, to_d2)
+    to_mix = -pull * score
+    gl.store(grad_blend + C * C + square, to_mix.to(gl.bfloat16))
+    gl.store(grad_steps + (long * 2 + 1) * C + column, gl.sum(to_mix * mix.to(gl.float32), 0))
+    put(D2, -pull * mix.to(gl.float32) * step2)
+    pulled = floats(Y)
+    put(W2, share2 * pulled)
+    put(S2, drift2 * pulled)
+    active = floats(Q2)
+    to_share, to_drift = sums(by_weight * active, by_surprise * active)
+    gl.store(grad_shares + (long * 10 + 5) * C + t, to_share)
+    gl.store(grad_shares + (long * 10 + 6) * C + t, to_drift)
+    fence_async_shared()
+    tma.async_copy_shared_to_global(tape, [9 * lines + place * C, 0], B2)
+    a = warpgroup_mma(D2, X2, share2 * by_weight + drift2 * by_surprise, is_async=True)
+    b, c, d = begin(flipped(D2), Q2), begin(flipped(Q2), W2), begin(flipped(Q2), S2)
+    back, to_x2, to_w2, to_s2 = warpgroup_mma_wait(0, deps=(a, b, c, d))
+    put(Q2, to_x2)
+    put(W2, to_w2)
+    put(S2, to_s2)
+
+    # back through the first; X2 becomes dY₁, D1 the pull
+    put(X2, back * slope.to(gl.float32))
+    fence_async_shared()
+    tma.async_copy_shared_to_global(tape, [8 * lines + place * C, 0], Q2)
+    tma.async_copy_shared_to_global(tape, [12 * lines + place * C, 0], W2)
+    tma.async_copy_shared_to_global(tape, [13 * lines + place * C, 0], S2)
+    mix = gl.load(blends + square)
+    a, b, c, d = begin(X2, flipped(D1)), begin(X2, flipped(W1)), begin(X2, flipped(S1)), begin(flipped(B1), X2)
+    pull, by_weight, by_surprise, to_d1 = warpgroup_mma_wait(0, deps=(a, b, c, d))
+    put(B1, to_d1)
+    to_mix = -pull * product(Q, flipped(K))
+    gl.store(grad_blend + square, to_mix.to(gl.bfloat16))
+    gl.store(grad_steps + long * 2 * C + column, gl.sum(to_mix * mix.to(gl.float32), 0))
+    put(D1, -pull * mix.to(gl.float32) * step1)
+    back = floats(X2)
+    put(W1, share1 * back)
+    put(S1, drift1 * back)
+    query = floats(Q)
+    to_share, to_drift = sums(by_weight * query, by_surprise * query)
+    gl.store(grad_shares + long * 10 * C + t, to_share)
+    gl.store(grad_shares + (long * 10 + 1) * C + t, to_drift)
+    total = share1 * by_weight + drift1 * by_surprise
+    if RESIDUAL:
+        total += upstream.to(gl.float32)
+    fence_async_shared()
+    tma.async_copy_shared_to_global(tape, [7 * lines + place * C, 0], B1)
+    a = warpgroup_mma(D1, K, total, is_async=True)
+    b, c, d = begin(flipped(D1), Q), begin(flipped(Q), W1), begin(flipped(Q), S1)
+    total, to_x1, to_w1, to_s1 = warpgroup_mma_wait(0, deps=(a, b, c, d))
+    put(Y, total)
+    put(K, to_x1)
+    put(W1, to_w1)
+    put(S1, to_s1)
+    fence_async_shared()
+    tma.async_copy_shared_to_global(grad_q, [line, head * C], Y)
+    tma.async_copy_shared_to_global(tape, [6 * lines + place * C, 0], K)
+    tma.async_copy_shared_to_global(tape, [10 * lines + place * C, 0], W1)
+    tma.async_copy_shared_to_global(tape, [11 * lines + place * C, 0], S1)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def fetch_factors(k, tape, lines, K, X2, D1, D2, bar, turn, line, head, place, there):
+    mbarrier.expect(bar, 4 * BYTES, pred=there)
+    tma.async_copy_global_to_shared(k, [line, head * C], bar, K.index(turn), pred=there)
+    tma.async_copy_global_to_shared(tape, [place * C, 0], bar, X2.index(turn), pred=there)
+    tma.async_copy_global_to_shared(tape, [lines + place * C, 0], bar, D1.index(turn), pred=there)
+    tma.async_copy_global_to_shared(tape, [2 * lines + place * C, 0], bar, D2.index(turn), pred=there)
+
+
+@gluon.jit
+def fetch_parts(tape, lines, PD1, PX2, PD2, bar, line, there):
+    mbarrier.expect(bar, 3 * BYTES, pred=there)
+    tma.async_copy_global_to_shared(tape, [7 * lines + line, 0], bar, PD1, pred=there)
+    tma.async_copy_global_to_shared(tape, [8 * lines + line, 0], bar, PX2, pred=there)
+    tma.async_copy_global_to_shared(tape, [9 * lines + line, 0], bar, PD2, pred=there)
+
+
+@gluon.jit
+def fetch_error(v, tape, lines, V, BE, UN, bar, token, head, line, there):
+    mbarrier.expect(bar, 3 * BYTES, pred=there)
+    tma.async_copy_global_to_shared(v, [token, head * C], bar, V, pred=there)
+    tma.async_copy_global_to_shared(tape, [4 * lines + line, 0], bar, BE, pred=there)
+    tma.async_copy_global_to_shared(tape, [5 * lines + line, 0], bar, UN, pred=there)
+
+
+@gluon.jit
+def fetch_weights(at, tape, lines, SL, W1, W2, PX1, bar, line, there):
+    mbarrier.expect(bar, 4 * BYTES, pred=there)
+    tma.async_copy_global_to_shared(tape, [3 * lines + line, 0], bar, SL, pred=there)
+    tma.async_copy_global_to_shared(at, [line, 0], bar, W1, pred=there)
+    tma.async_copy_global_to_shared(at, [2 * lines + line, 0], bar, W2, pred=there)
+    tma.async_copy_global_to_shared(tape, [6 * lines + line, 0], bar, PX1, pred=there)
+
+
+@gluon.jit
+def write_chunks_backward(
+    k, v, gain, shares, steps, norms, at, tape, states, inv_stds, alongs, parts,
+    grad_steps, grad_shares, grad_ends, grad_w1, grad_s1, grad_w2, grad_s2, grad_k, grad_v, grad_gain,
+    tokens, heads, count, lines, clip, NORM: gl.constexpr, RESIDUAL: gl.constexpr, CLIP: gl.constexpr,
+):  # fmt: skip
+    """Completes what `pull_chunks` began: grad_k, grad_v, grad_steps of the unclipped steps, grad_shares, grad_gain
+    [N, D], and in grad_w*, grad_s* the gradients of the state after the call become those of the state before it.
+    `states` and `parts` are `at` and `tape` as pointers."""
+    row = gl.program_id(0)
+    head = row % heads
+    first = row // heads * tokens
+    K, X2, D1, D2 = two_tiles(), two_tiles(), two_tiles(), two_tiles()
+    V, SL, BE, UN, W1, W2, PX1, PX2, PD1, PD2 = (
+        tile(), tile(), tile(), tile(), tile(), tile(), tile(), tile(), tile(), tile(),
+    )  # fmt: skip
+    GW1, GS1, GW2, GS2, E1, Z1, Z2, GK, GV = (
+        tile(), tile(), tile(), tile(), tile(), tile(), tile(), tile(), tile(),
+    )  # fmt: skip
+    bars = barriers(5)
+    t = gl.arange(0, C, layout=ROWS)
+    square = square_offsets()
+    state = row.to(gl.int64) * (C * C) + square
+    to_weight1, to_surprise1 = gl.load(grad_w1 + state), gl.load(grad_s1 + state)
+    to_weight2, to_surprise2 = gl.load(grad_w2 + state), gl.load(grad_s2 + state)
+    scale = gain_row(gain, head, NORM)
+    kind = lines.to(gl.int64) * C
+    to_gain = zeros()
+    place = row * count + count - 1
+    line = first + (count - 1) * C
+    fetch_factors(k, tape, lines, K, X2, D1, D2, bars.index(0), 0, line, head, place, True)
+    fetch_parts(tape, lines, PD1, PX2, PD2, bars.index(2), place * C, True)
+    fetch_weights(at, tape, lines, SL, W1, W2, PX1, bars.index(4), place * C, True)
+    fetch_error(v, tape, lines, V, BE, UN, bars.index(3), line, head, place * C, True)
+
+    for back in range(count):
+        place = row * count + count - 1 - back
+        line = first + (count - 1 - back) * C
+        long = place.to(gl.int64)
+        turn = back % 2
+        more = back + 1 < count
+        put(GW1, to_weight1)
+        put(GS1, to_surprise1)
+        put(GW2, to_weight2)
+        put(GS2, to_surprise2)
+        share = shares + long * 10 * C
+        carried1, written1, carried2, written2 = last_rows(share)
+        of_steps = long * 2 * C + t
+        step1, step2 = gl.load(steps + of_steps), gl.load(steps + of_steps + C)
+        to_step1, to_step2 = gl.load(grad_steps + of_steps), gl.load(grad_steps + of_steps + C)
+        key_norm, d1_norm, x2_norm, last_norm = load_norms(norms + long * 4 * C, CLIP)
+        inv_std, along = step1, step1
+        if NORM:
+            inv_std, along = gl.load(inv_stds + long * C + t), gl.load(alongs + long * C + t)
+        fence_async_shared()
+        mbarrier.wait(bars.index(turn), (back // 2) & 1)
+        fetch_factors(k, tape, lines, K, X2, D1, D2, bars.index(1 - turn), 1 - turn, line - C, head, place - 1, more)
+        keys, hidden, errors, last = K.index(turn), X2.index(turn), D1.index(turn), D2.index(turn)
+
+        # through the weight and surprise after the chunk
+        a, b, c, d = begin(keys, GW1), begin(keys, GS1), begin(hidden, GW2), begin(hidden, GS2)
+        along_w1, along_s1, along_w2, along_s2 = warpgroup_mma_wait(0, deps=(a, b, c, d))
+        error1, error2 = floats(errors), floats(last)
+        to_written1, to_carried1 = sums(-along_w1 * error1, -along_s1 * error1)
+        to_written2, to_carried2 = sums(-along_w2 * error2, -along_s2 * error2)
+        store_last_rows(grad_shares + long * 10 * C, to_carried1, to_written1, to_carried2, to_written2)
+        to_step1 += to_carried1 * carried1 + to_written1 * written1
+        to_step2 += to_carried2 * carried2 + to_written2 * written2
+        pull_x1, pull_d1 = clip_step_backward(grad_steps + of_steps, to_step1, key_norm, d1_norm, step1, clip, CLIP)
+        pull_x2, pull_d2 = clip_step_backward(
+            grad_steps + of_steps + C, to_step2, x2_norm, last_norm, step2, clip, CLIP
+        )
+        carried1, written1 = (carried1 * step1)[:, None], (written1 * step1)[:, None]
+        carried2, written2 = (carried2 * step2)[:, None], (written2 * step2)[:, None]
+        mbarrier.wait(bars.index(2), back & 1)
+        to_d1 = floats(PD1) - written1 * along_w1 - carried1 * along_s1 - pull_d1 * error1
+        to_d2 = floats(PD2) - written2 * along_w2 - carried2 * along_s2 - pull_d2 * error2
+
+        # through D₁ = (D₂ W₂ᵀ) ∘ φ'(Z₁)
+        mbarrier.wait(bars.index(4), back & 1)
+        put(E1, to_d1 * floats(SL))
+        fence_async_shared()
+        a = warpgroup_mma(E1, W2, to_d2, is_async=True)
+        b, c = begin(last, flipped(GW2)), begin(last, flipped(GS2))
+        mbarrier.wait(bars.index(3), back & 1)
+        put(Z1, to_d1 * floats(BE))
+        to_x2 = floats(PX2) - pull_x2 * floats(hidden)
+        to_d2, along_w2, along_s2 = warpgroup_mma_wait(0, deps=(a, b, c))
+        to_x2 -= written2 * along_w2 + carried2 * along_s2
+        fetch_parts(tape, lines, PD1, PX2, PD2, bars.index(2), place * C - C, more)
+
+        # through the last error
+        to_miss = 2.0 * to_d2
+        to_z2 = to_miss
+        if NORM:
+            unit = floats(UN)
+            miss = unit * scale - floats(V)
+            if RESIDUAL:
+                miss += floats(keys)
+            to_miss, more_gain, to_z2 = last_error_backward(to_d2, floats(last), unit, miss, inv_std, along, scale)
+            to_gain += more_gain
+        fetch_error(v, tape, lines, V, BE, UN, bars.index(3), line - C, head, place * C - C, more)
+        tma.store_wait(0)
+        put(Z2, to_z2)
+        put(GV, -to_miss)
+        fence_async_shared()
+        tma.async_copy_shared_to_global(grad_v, [line, head * C], GV)
+        a = warpgroup_mma(Z2, flipped(W2), to_x2, is_async=True)
+        b, c = begin(errors, flipped(GW1)), begin(errors, flipped(GS1))
+        matrix = long * (C * C) + square
+        surprise1, surprise2 = gl.load(states + kind + matrix), gl.load(states + 3 * kind + matrix)
+        more_w1, more_s1 = gl.load(parts + 10 * kind + matrix), gl.load(parts + 11 * kind + matrix)
+        more_w2, more_s2 = gl.load(parts + 12 * kind + matrix), gl.load(parts + 13 * kind + matrix)
+        share1, drift1, carry1, share2, drift2, carry2 = last_shares(share)
+        to_keys = floats(PX1) - pull_x1 * floats(keys)
+        if RESIDUAL:
+            to_keys += to_miss
+        to_x2, along_w1, along_s1 = warpgroup_mma_wait(0, deps=(a, b, c))
+        to_keys -= written1 * along_w1 + carried1 * along_s1
+        put(Z1, to_x2 * floats(SL) + floats(Z1))
+        fence_async_shared()
+        a = warpgroup_mma(Z1, flipped(W1), to_keys, is_async=True)
+
+        # the state before the chunk
+        e0, e1, e2, e3, e4, e5 = end_shares(
+            floats(W1), surprise1.to(gl.float32), floats(W2), surprise2.to(gl.float32), to_weight1, to_surprise1,
+            to_weight2, to_surprise2,
+        )  # fmt: skip
+        store_ends(grad_ends + long * 6, e0, e1, e2, e3, e4, e5)
+        to_surprise1 = carry1 * to_surprise1 + drift1 * to_weight1 + more_s1.to(gl.float32)
+        to_surprise2 = carry2 * to_surprise2 + drift2 * to_weight2 + more_s2.to(gl.float32)
+        b = warpgroup_mma(flipped(keys), Z1, share1 * to_weight1 + more_w1.to(gl.float32), is_async=True)
+        c = warpgroup_mma(flipped(hidden), Z2, share2 * to_weight2 + more_w2.to(gl.float32), is_async=True)
+        c = warpgroup_mma(flipped(E1), last, c, is_async=True)
+        to_keys, to_weight1, to_weight2 = warpgroup_mma_wait(0, deps=(a, b, c))
+        put(GK, to_keys)
+        fence_async_shared()
+        tma.async_copy_shared_to_global(grad_k, [line, head * C], GK)
+        fetch_weights(at, tape, lines, SL, W1, W2, PX1, bars.index(4), place * C - C, more)
+    tma.store_wait(0)
+    gl.store(grad_w1 + state, to_weight1)
+    gl.store(grad_s1 + state, to_surprise1)
+    gl.store(grad_w2 + state, to_weight2)
+    gl.store(grad_s2 + state, to_surprise2)
+    if NORM:
+        gl.store(grad_gain + row * C + gl.arange(0, C, layout=COLUMNS), gl.sum(to_gain, 0))

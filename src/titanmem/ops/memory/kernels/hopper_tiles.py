@@ -1,0 +1,281 @@
+"""What the Hopper kernels are made of: layouts, tiles in shared memory, products, row sums, and the parts of the memory
+that do not depend on how many slices of hidden units there are."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+)
+
+WARPS = 8
+TILE = 64
+SHARED = gl.NVMMASharedLayout.get_default_for([TILE, TILE], gl.bfloat16)
+LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, WARPS // 4], [16, 4 * TILE // WARPS, 16]))
+C = gl.constexpr(TILE)  # tokens of a chunk, width of a head, hidden units
+ROWS = gl.constexpr(gl.SliceLayout(1, LAYOUT.value))
+COLUMNS = gl.constexpr(gl.SliceLayout(0, LAYOUT.value))
+BYTES = gl.constexpr(2 * TILE * TILE)
+MEAN = gl.constexpr(1.0 / TILE)
+
+
+@gluon.jit
+def add2(a0, a1, b0, b1):
+    return a0 + b0, a1 + b1
+
+
+@gluon.jit
+def add3(a0, a1, a2, b0, b1, b2):
+    return a0 + b0, a1 + b1, a2 + b2
+
+
+@gluon.jit
+def sums(a, b):
+    """Row sums of two tiles in one exchange between warps."""
+    return gl.reduce((a, b), 1, add2)
+
+
+@gluon.jit
+def sums3(a, b, c):
+    return gl.reduce((a, b, c), 1, add3)
+
+
+@gluon.jit
+def add6(a0, a1, a2, a3, a4, a5, b0, b1, b2, b3, b4, b5):
+    return a0 + b0, a1 + b1, a2 + b2, a3 + b3, a4 + b4, a5 + b5
+
+
+@gluon.jit
+def approx(OP: gl.constexpr, x):
+    """One instruction of the special-function unit."""
+    return gl.inline_asm_elementwise(OP + " $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def cdf_pdf(z):
+    """Φ(z) and φ_N(z), as `network.cdf_pdf` has them for bf16."""
+    pdf = 0.3989422804014327 * approx("ex2.approx.ftz.f32", z * z * -0.7213475204444817)
+    t = approx("rcp.approx.ftz.f32", 1.0 + 0.2316418882 * gl.abs(z))
+    tail = t * (0.319381530 + t * (-0.356563782 + t * (1.781477937 + t * (-1.821255978 + t * 1.330274429)))) * pdf
+    return gl.where(z > 0.0, 1.0 - tail, tail), pdf
+
+
+@gluon.jit
+def tile():
+    return gl.allocate_shared_memory(gl.bfloat16, [C, C], SHARED)
+
+
+@gluon.jit
+def two_tiles():
+    return gl.allocate_shared_memory(gl.bfloat16, [2, C, C], SHARED)
+
+
+@gluon.jit
+def barriers(COUNT: gl.constexpr):
+    bars = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(COUNT):
+        mbarrier.init(bars.index(i), count=1)
+    fence_async_shared()
+    return bars
+
+
+@gluon.jit
+def flipped(x):
+    return x.permute([1, 0])
+
+
+@gluon.jit
+def begin(a, b):
+    """Start a @ b of two tiles in shared memory."""
+    return warpgroup_mma(a, b, gl.full([C, C], 0.0, gl.float32, layout=LAYOUT), use_acc=False, is_async=True)
+
+
+@gluon.jit
+def product(a, b):
+    """a @ b of two tiles in shared memory."""
+    return warpgroup_mma(a, b, gl.full([C, C], 0.0, gl.float32, layout=LAYOUT), use_acc=False)
+
+
+@gluon.jit
+def floats(x):
+    """A tile in shared memory, in registers."""
+    return x.load(LAYOUT).to(gl.float32)
+
+
+@gluon.jit
+def put(into, x):
+    into.store(x.to(gl.bfloat16))
+
+
+@gluon.jit
+def normalise(z):
+    """ẑ and 1/s of every row."""
+    total, square = sums(z, z * z)
+    mean = total * MEAN
+    inv_std = gl.rsqrt(gl.maximum(square * MEAN - mean * mean, 0.0) + 1e-6)
+    return (z - mean[:, None]) * inv_std[:, None], inv_std
+
+
+@gluon.jit
+def norm_pullback(unit, inv_std, grad):
+    """J x = (x − mean(x) − ẑ mean(x ∘ ẑ))/s, and mean(x ∘ ẑ)."""
+    total, along = sums(grad, grad * unit)
+    along *= MEAN
+    return (grad - (total * MEAN)[:, None] - unit * along[:, None]) * inv_std[:, None], along
+
+
+@gluon.jit
+def gain_row(gain, head, NORM: gl.constexpr):
+    scale = gl.full([C], 1.0, gl.float32, layout=COLUMNS)
+    if NORM:
+        scale = gl.load(gain + head * C + gl.arange(0, C, layout=COLUMNS)).to(gl.float32)
+    return scale[None, :]
+
+
+@gluon.jit
+def square_offsets():
+    """Offsets of a 64 × 64 matrix."""
+    return gl.arange(0, C, layout=ROWS)[:, None] * C + gl.arange(0, C, layout=COLUMNS)[None, :]
+
+
+@gluon.jit
+def key_error(z, key, value, scale, NORM: gl.constexpr, RESIDUAL: gl.constexpr):
+    """D₂, ẑ, 1/s and the mean of 2γu ∘ ẑ."""
+    unit = z
+    inv_std = gl.full([C], 1.0, gl.float32, layout=ROWS)
+    along = inv_std
+    if NORM:
+        unit, inv_std = normalise(z)
+    miss = unit * scale - value
+    if RESIDUAL:
+        miss += key
+    error = 2.0 * miss
+    if NORM:
+        error, along = norm_pullback(unit, inv_std, scale * error)
+    return error, unit, inv_std, along
+
+
+@gluon.jit
+def zeros():
+    return gl.full([C, C], 0.0, gl.float32, layout=LAYOUT)
+
+
+@gluon.jit
+def fetch_token_tiles(k, v, K, V, bars, chunk, line, head, there):
+    turn = chunk % 2
+    bar = bars.index(turn)
+    mbarrier.expect(bar, 2 * BYTES, pred=there)
+    tma.async_copy_global_to_shared(k, [line + chunk * C, head * C], bar, K.index(turn), pred=there)
+    tma.async_copy_global_to_shared(v, [line + chunk * C, head * C], bar, V.index(turn), pred=there)
+
+
+@gluon.jit
+def given_steps(step, line, heads, head):
+    """The unclipped steps of a chunk's tokens, of both matrices."""
+    given = step + ((line + gl.arange(0, C, layout=ROWS)) * heads + head) * 2
+    return gl.load(given).to(gl.float32), gl.load(given + 1).to(gl.float32)
+
+
+@gluon.jit
+def last_rows(share):
+    """The last rows of N and of blend, of both matrices: what the chunk's writes weigh in the state after it."""
+    t = gl.arange(0, C, layout=ROWS)
+    carried1, written1 = gl.load(share + 3 * C + t), gl.load(share + 4 * C + t)
+    carried2, written2 = gl.load(share + 8 * C + t), gl.load(share + 9 * C + t)
+    return carried1, written1, carried2, written2
+
+
+@gluon.jit
+def last_shares(share):
+    """β, f and m of the chunk's last token, of both matrices."""
+    end = share + C - 1
+    share1, drift1, carry1 = gl.load(end), gl.load(end + C), gl.load(end + 2 * C)
+    share2, drift2, carry2 = gl.load(end + 5 * C), gl.load(end + 6 * C), gl.load(end + 7 * C)
+    return share1, drift1, carry1, share2, drift2, carry2
+
+
+@gluon.jit
+def clip_steps(step1, step2, key, error, of_x2, of_d1, norms, clip):
+    """The steps scaled so that ‖x‖ ‖d‖ stays within `clip`; stores the squared norms. of_*: squares, to be summed."""
+    t = gl.arange(0, C, layout=ROWS)
+    key_norm, last_norm = sums(key * key, error * error)
+    x2_norm, d1_norm = sums(of_x2, of_d1)
+    step1 *= clip * gl.rsqrt(gl.maximum(key_norm * d1_norm, clip * clip))
+    step2 *= clip * gl.rsqrt(gl.maximum(x2_norm * last_norm, clip * clip))
+    gl.store(norms + t, key_norm)
+    gl.store(norms + C + t, d1_norm)
+    gl.store(norms + 2 * C + t, x2_norm)
+    gl.store(norms + 3 * C + t, last_norm)
+    return step1, step2
+
+
+@gluon.jit
+def load_norms(norms, CLIP: gl.constexpr):
+    """What `clip_steps` stored."""
+    t = gl.arange(0, C, layout=ROWS)
+    key_norm = gl.full([C], 1.0, gl.float32, layout=ROWS)
+    d1_norm, x2_norm, last_norm = key_norm, key_norm, key_norm
+    if CLIP:
+        key_norm, d1_norm = gl.load(norms + t), gl.load(norms + C + t)
+        x2_norm, last_norm = gl.load(norms + 2 * C + t), gl.load(norms + 3 * C + t)
+    return key_norm, d1_norm, x2_norm, last_norm
+
+
+@gluon.jit
+def store_last_rows(grad_shares, to_carried1, to_written1, to_carried2, to_written2):
+    t = gl.arange(0, C, layout=ROWS)
+    gl.store(grad_shares + 3 * C + t, to_carried1)
+    gl.store(grad_shares + 4 * C + t, to_written1)
+    gl.store(grad_shares + 8 * C + t, to_carried2)
+    gl.store(grad_shares + 9 * C + t, to_written2)
+
+
+@gluon.jit
+def last_error_backward(to_error, error, unit, miss, inv_std, along, scale):
+    """Back through D₂ of a normed memory (docs/math.md, equation 23): gradients of u, of the gain, token by token,
+    and of Z₂. `along` is mean(2γu ∘ ẑ)."""
+    inv_std = inv_std[:, None]
+    through, total, across = sums3(to_error * error, to_error, to_error * unit)
+    mean_grad = (across * MEAN)[:, None] * inv_std
+    to_scaled = (to_error - (total * MEAN)[:, None]) * inv_std - unit * mean_grad
+    to_miss = 2.0 * scale * to_scaled
+    to_gain = 2.0 * miss * to_scaled + to_miss * unit
+    to_z = scale * to_miss - to_error * (along[:, None] * inv_std) - 2.0 * scale * miss * mean_grad
+    total, across = sums(to_z, to_z * unit)
+    to_z = (to_z - (total * MEAN)[:, None] - unit * ((across + through) * MEAN)[:, None]) * inv_std
+    return to_miss, to_gain, to_z
+
+
+@gluon.jit
+def clip_step_backward(grad_steps, grad, x_norm, d_norm, step, clip, CLIP: gl.constexpr):
+    """See `keys.clip_step_backward`; `grad` is that of the clipped step."""
+    pull_x, pull_d = gl.zeros_like(grad), gl.zeros_like(grad)
+    if CLIP:
+        pull = gl.where(x_norm * d_norm > clip * clip, grad * step, 0.0)
+        pull_x = pull / gl.maximum(x_norm, 1e-30)
+        pull_d = pull / gl.maximum(d_norm, 1e-30)
+        grad *= clip * gl.rsqrt(gl.maximum(x_norm * d_norm, clip * clip))
+    gl.store(grad_steps, grad)
+    return pull_x[:, None], pull_d[:, None]
+
+
+@gluon.jit
+def end_shares(w1, s1, w2, s2, to_w1, to_s1, to_w2, to_s2):
+    """A slice's part in the gradients of β, f and m of the chunk's last token, of both matrices."""
+    a, b, c = gl.ravel(w1 * to_w1), gl.ravel(s1 * to_w1), gl.ravel(s1 * to_s1)
+    d, e, f = gl.ravel(w2 * to_w2), gl.ravel(s2 * to_w2), gl.ravel(s2 * to_s2)
+    return gl.reduce((a, b, c, d, e, f), 0, add6)
+
+
+@gluon.jit
+def store_ends(ends, e0, e1, e2, e3, e4, e5):
+    gl.store(ends, e0)
+    gl.store(ends + 1, e1)
+    gl.store(ends + 2, e2)
+    gl.store(ends + 3, e3)
+    gl.store(ends + 4, e4)
+    gl.store(ends + 5, e5)
