@@ -15,9 +15,10 @@ from typing import Any
 import torch
 
 from titanmem import recipes
+from titanmem.models.base import Model
 from titanmem.models.language import TitansLM
 from titanmem.train import loop
-from titanmem.train.config import TrainConfig
+from titanmem.train.config import RunConfig
 
 STEPS = 300
 SHOWN = (1, 11, 31, 61, 101, 201)
@@ -27,8 +28,9 @@ def run(block: str, gain: float, folder: Path) -> dict[str, Any]:
     """One training run whose model starts with this gain."""
     config = recipes.recipe(f"{block}-tiny-python").change({"steps": STEPS, "sample_tokens": 0})
 
-    def first_model(config: TrainConfig) -> TitansLM:
-        model = TitansLM(config.model)
+    def first_model(config: RunConfig) -> Model:
+        model = config.model.build()
+        assert isinstance(model, TitansLM)
         torch.nn.init.constant_(model.norm.scale, gain)
         return model
 

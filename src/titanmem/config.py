@@ -6,9 +6,10 @@ import difflib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
+from importlib import import_module
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Self, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Self, get_args, get_origin, get_type_hints
 
 
 @dataclass(frozen=True)
@@ -17,9 +18,12 @@ class Config:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Build from plain values; an unknown key is an error that lists the known ones."""
+        """Build from plain values, nested where a setting is a config; an unknown key is an error that lists the known
+        ones."""
         check_keys(values, [f.name for f in fields(cls)], cls.__name__)
-        return cls(**values)
+        plain = {name: values[name] for name in parts_of(cls) if not isinstance(values.get(name), Config | None)}
+        made = {name: parts_of(cls)[name].from_dict(part) for name, part in plain.items()}
+        return cls(**{**values, **made})
 
     @classmethod
     def read(cls, path: str | Path) -> Self:
@@ -41,6 +45,39 @@ class Config:
         return held
 
 
+@dataclass(frozen=True)
+class KindConfig(Config):
+    """Base of configs of several kinds. A class has a setting `kind` that is always its own; `KINDS` names the classes,
+    which are imported when they are needed. Values without a kind are those of a language model, unless a class of
+    another kind reads them."""
+
+    KINDS: ClassVar[dict[str, str]] = {}  # kind → "module:class"
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """Build a config of the kind that the values name."""
+        kind = values.get("kind", getattr(cls, "kind", "language"))
+        require(kind in cls.KINDS, f"unknown kind {kind!r}; known: {', '.join(cls.KINDS)}")
+        module, _, name = cls.KINDS[kind].partition(":")
+        found: Any = getattr(import_module(module), name)
+        require(issubclass(found, cls), f"it is of the kind {kind!r} ({found.__name__}), expected {cls.__name__}")
+        return super().from_dict(values) if found is cls else found.from_dict(values)
+
+
+def parts_of(config: type[Config]) -> dict[str, type[Config]]:
+    """The settings of a config that are configs themselves."""
+    found = {}
+    for name, hint in get_type_hints(config).items():
+        kinds = [kind for kind in _choices(hint) if kind is not NoneType]
+        if len(kinds) == 1 and isinstance(kinds[0], type) and issubclass(kinds[0], Config):
+            found[name] = kinds[0]
+    return found
+
+
+def _choices(hint: Any) -> tuple[Any, ...]:
+    return get_args(hint) if get_origin(hint) is UnionType else (hint,)
+
+
 def check_keys(values: Mapping[str, Any], known: list[str], where: str) -> None:
     """Raise for a key that `where` does not know."""
     for key in values:
@@ -54,7 +91,7 @@ def check_types(config: object) -> None:
     """Raise where a setting declared as a number, a flag or a text is something else."""
     words = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", NoneType: "null"}
     for name, hint in get_type_hints(type(config)).items():
-        kinds = get_args(hint) if get_origin(hint) is UnionType else (hint,)
+        kinds = _choices(hint)
         if not set(kinds) <= set(words):
             continue
         value = getattr(config, name)

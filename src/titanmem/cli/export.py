@@ -20,12 +20,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from titanmem.train.export import export
+    from titanmem.train.export import export, read_run
 
     step = export(arguments.run_folder, arguments.out, arguments.step, arguments.best, arguments.format)
     print(f"step {step} of {arguments.run_folder} written to {arguments.out}")
     if arguments.format == "hf":
         print(f'next: import titanmem.hf; AutoModelForCausalLM.from_pretrained("{arguments.out}")')
     else:
-        print(f'next: titanmem generate {arguments.out} "def "')
+        print(f"next: {read_run(arguments.run_folder).use.format(str(arguments.out))}")
     return 0

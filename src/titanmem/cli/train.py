@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from titanmem.train.config import TrainConfig
+    from titanmem.train.config import RunConfig
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,11 +39,10 @@ def run(arguments: argparse.Namespace) -> int:
     return 0 if result["complete"] else 130
 
 
-def resolve(arguments: argparse.Namespace) -> tuple[TrainConfig, Path]:
+def resolve(arguments: argparse.Namespace) -> tuple[RunConfig, Path]:
     """The config and the folder that the command line asks for."""
     from titanmem import recipes
-    from titanmem.train.config import TrainConfig, parse_settings
-    from titanmem.train.data import fit_to_data
+    from titanmem.train.config import RunConfig, parse_settings
 
     if arguments.resume is not None:
         if arguments.recipe is not None:
@@ -51,11 +50,11 @@ def resolve(arguments: argparse.Namespace) -> tuple[TrainConfig, Path]:
         file = arguments.resume / "config.json"
         if not file.exists():
             raise ValueError(f"{arguments.resume} is not a run: it has no config.json")
-        return TrainConfig.read(file), arguments.resume
+        return RunConfig.read(file), arguments.resume
     if arguments.recipe is None:
         raise ValueError("name a recipe, for instance mac-tiny-python (titanmem train --list shows all)")
     settings = parse_settings(arguments.settings)
-    config = fit_to_data(recipes.recipe(arguments.recipe).change(settings), settings)
+    config = recipes.recipe(arguments.recipe).change(settings).fit(settings)
     return config, arguments.out or Path("runs") / arguments.recipe
 
 
@@ -78,30 +77,8 @@ def _short(count: int) -> str:
     return f"{count / 1e9:.0f} B" if count >= 1e9 else f"{count / 1e6:.1f} M"
 
 
-def describe(config: TrainConfig) -> str:
+def describe(config: RunConfig) -> str:
     """Size and cost of a run, for --dry-run."""
     import os
 
-    from titanmem.models.cost import flops_per_token, parameters, state_bytes
-    from titanmem.train.memory import training_bytes
-
-    ranks = int(os.environ.get("WORLD_SIZE", 1))
-    fixed, passing = training_bytes(config, ranks)
-    flops = 3 * flops_per_token(config.model, config.data.length) * config.tokens
-    rows = [
-        ("parameters", f"{parameters(config.model):,}"),
-        ("state of one stream", f"{state_bytes(config.model, config.data.length) / 2**20:.2f} MiB"
-                                f"{_growth(config)}"),
-        ("memory per rank, estimate", f"{(fixed + passing) / 2**30:.2f} GiB: weights, gradients and optimiser "
-                                      f"{fixed / 2**30:.2f}, activations {passing / 2**30:.2f}"),
-        ("steps", f"{config.steps:,} of {config.rows} rows × {config.data.length} tokens, in micro-batches of "
-                  f"{config.micro(ranks)} on {ranks} rank{'s' if ranks > 1 else ''}"),
-        ("tokens", f"{config.tokens:,}"),
-        ("training FLOPs", f"{flops:.3g}"),
-    ]  # fmt: skip
-    return "\n".join(f"{name:27}{value}" for name, value in rows)
-
-
-def _growth(config: TrainConfig) -> str:
-    full = "attention" in config.model.blocks and config.model.attention_window is None
-    return f" at {config.data.length} tokens; full attention keeps all of them" if full else ", however long it is"
+    return "\n".join(f"{name:27}{value}" for name, value in config.costs(int(os.environ.get("WORLD_SIZE", 1))))

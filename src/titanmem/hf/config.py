@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any, ClassVar
 
 from transformers import PretrainedConfig
@@ -9,6 +10,7 @@ from transformers import PretrainedConfig
 from titanmem.models.language import TitansConfig
 
 REMOTE = "modeling_titanmem"  # the file beside the weights that names the classes
+SETTINGS = [f.name for f in fields(TitansConfig)]
 
 
 class TitansHFConfig(PretrainedConfig):
@@ -29,7 +31,7 @@ class TitansHFConfig(PretrainedConfig):
     ) -> None:
         given = {"vocab_size": vocab_size, "dim": dim, "num_layers": num_layers, "num_heads": num_heads}
         settings = {self.attribute_map.get(name, name): value for name, value in settings.items()}
-        ours = {name: settings.pop(name) for name in list(settings) if name in TitansConfig.__dataclass_fields__}
+        ours = {name: settings.pop(name) for name in list(settings) if name in SETTINGS}
         for name, value in TitansConfig(**(given | ours)).to_dict().items():
             setattr(self, name, value)
         settings.setdefault("auto_map", {
@@ -46,4 +48,4 @@ class TitansHFConfig(PretrainedConfig):
 
     def to_core(self) -> TitansConfig:
         """The config of the core model."""
-        return TitansConfig.from_dict({name: getattr(self, name) for name in TitansConfig.__dataclass_fields__})
+        return TitansConfig.from_dict({name: getattr(self, name) for name in SETTINGS})

@@ -5,21 +5,21 @@ Legend: B batch, T tokens, V vocabulary.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import Any, Literal, Self, overload
 
 import torch
 from torch import Tensor, nn
 
 from titanmem.blocks import BLOCKS, Block, BlockConfig
 from titanmem.blocks.base import Context
-from titanmem.config import Config, check_counts, check_keys, check_types, require
+from titanmem.config import check_counts, check_keys, check_types, require
 from titanmem.layers.neural_memory import MemoryConfig, Probe
 from titanmem.layers.norm import RMSNorm
 from titanmem.models import generation
+from titanmem.models.base import Model, ModelConfig, fill, read_config
 from titanmem.ops.layout import Layout, check_mask, pack, pack_order, unpack
 from titanmem.ops.loss import IGNORED, linear_cross_entropy
 from titanmem.state import ModelState, check_same_config
@@ -28,7 +28,7 @@ MEMORY_HEAD = 64  # width of a memory head where the model's width allows it
 
 
 @dataclass(frozen=True)
-class TitansConfig(Config):
+class TitansConfig(ModelConfig):
     """A language model. `block` is one name for all layers or a list of one per layer. `memory` overrides settings of
     `MemoryConfig`, for instance memory={"depth": 1, "chunk_len": 16}, or is a whole MemoryConfig such as a preset.
     Memory heads are 64 wide where 64 divides dim, apart from the attention's `num_heads`; memory={"num_heads": …}
@@ -111,6 +111,10 @@ class TitansConfig(Config):
             rope_base=self.rope_base,
         )
 
+    def build(self) -> TitansLM:
+        """The model with fresh weights."""
+        return TitansLM(self)
+
     @staticmethod
     def from_name(name: str, **changes: Any) -> TitansConfig:
         """A named size such as "mac-340m" or "lmm-tiny"; "mac-340m-chunk16" has the paper's chunk length."""
@@ -118,24 +122,25 @@ class TitansConfig(Config):
 
         return named_config(name).change(**changes)
 
-    def change(self, **changes: Any) -> TitansConfig:
+    def change(self, **changes: Any) -> Self:
         """A config with other settings; `memory` settings are merged into those there are, and another dim takes the
         default mlp_width unless one is given."""
         if changes.get("dim", self.dim) != self.dim:
             changes.setdefault("mlp_width", None)
-        check_keys(changes, list(self.__dataclass_fields__), "TitansConfig")
         if isinstance(changes.get("memory"), dict):
             assert isinstance(self.memory, dict)
             changes["memory"] = {**self.memory, **changes["memory"]}
-        return replace(self, **changes)
+        return super().change(**changes)
 
 
-class TitansLM(nn.Module):
+class TitansLM(Model):
     """A language model whose memory learns while it reads.
 
     >>> logits, state = model(ids)           # ids [B, T]
     >>> logits, state = model(more, state)   # goes on
     """
+
+    config: TitansConfig
 
     def __init__(self, config: TitansConfig) -> None:
         super().__init__()
@@ -270,40 +275,15 @@ class TitansLM(nn.Module):
         """Like `generate`, token by token: each step has the new ids [B] and the state before them."""
         return generation.stream(self, ids, max_new_tokens, **settings)
 
-    def save(self, folder: str | Path) -> None:
-        """Write config.json and model.safetensors."""
-        from safetensors.torch import save_file
-
-        path = Path(folder)
-        path.mkdir(parents=True, exist_ok=True)
-        held = {n: p.detach().cpu().contiguous() for n, p in self.state_dict().items()}
-        if self.config.tie_embeddings:
-            del held["head.weight"]
-        save_file(held, path / "model.safetensors", metadata={"format": "pt"})
-        (path / "config.json").write_text(json.dumps(self.config.to_dict(), indent=2) + "\n")
-
     @staticmethod
     def load(folder: str | Path, device: torch.device | str = "cpu", **changes: Any) -> TitansLM:
         """Read what `save` wrote. `changes` override settings, as in `TitansConfig.change`; another chunk_len warns."""
-        from safetensors import SafetensorError
-        from safetensors.torch import load_file
-
-        path = Path(folder)
-        for name in ("config.json", "model.safetensors"):
-            if not (path / name).exists():
-                raise FileNotFoundError(f"{path} has no {name}; expected a folder written by TitansLM.save")
-        saved = TitansConfig.read(path / "config.json")
+        saved = read_config(folder)
+        if type(saved) is not TitansConfig:
+            raise ValueError(f"{folder} holds no language model ({type(saved).__name__}); read it with titanmem.load")
         config = saved.change(**changes)
         _warn_other_chunk(saved, config)
-        try:
-            held = load_file(path / "model.safetensors")
-            model = TitansLM(config).to(held["embedding.weight"].dtype)
-            if config.tie_embeddings:
-                held["head.weight"] = held["embedding.weight"]
-            model.load_state_dict(held)
-        except (SafetensorError, KeyError, RuntimeError) as error:
-            raise ValueError(f"{path / 'model.safetensors'} is damaged or of another config: {error}") from error
-        return model.to(device)
+        return fill(config.build(), folder).to(device)
 
     def _check(
         self,

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import shutil
 import warnings
@@ -120,8 +121,7 @@ class Checkpoints:
 
     def _prune(self) -> None:
         """Keep the newest and the best; one whose manifest cannot be read is left alone."""
-        complete = [path for path in self.named() if has_manifest(path)]
-        best = best_of(complete)
+        complete, best = [path for path in self.named() if has_manifest(path)], self.best()
         for path in complete[: -self.keep]:
             if path != best:
                 gone = path.with_suffix(".gone")
@@ -141,6 +141,10 @@ class Checkpoints:
     def named(self) -> list[Path]:
         """The checkpoints, oldest first: each was complete when it got its name."""
         return sorted(self.folder.glob("step-????????"))
+
+    def best(self) -> Path | None:
+        """The checkpoint with the lowest held-out loss, if any was evaluated."""
+        return best_of([path for path in self.named() if has_manifest(path)])
 
     def set_aside(self, after: Path) -> None:
         """Rename the checkpoints later than `after`: what is trained from there replaces them."""
@@ -219,9 +223,9 @@ def has_manifest(path: Path) -> bool:
 
 
 def best_of(paths: Sequence[Path]) -> Path | None:
-    """The checkpoint with the lowest held-out loss of its own step."""
+    """The checkpoint with the lowest held-out loss of its own step; of equal ones the earliest."""
     losses = {path: read_manifest(path)["progress"].get("held_out") for path in paths}
-    scored = {path: loss for path, loss in losses.items() if loss is not None}
+    scored = {path: loss for path, loss in losses.items() if loss is not None and math.isfinite(loss)}
     return min(scored, key=lambda path: scored[path]) if scored else None
 
 

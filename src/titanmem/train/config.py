@@ -1,14 +1,182 @@
-"""What a training run is made of: one frozen config, written into the run's folder, enough to repeat it."""
+"""What a training run is made of: one frozen config, written into the run's folder, enough to repeat it.
+
+`RunConfig` is what the loop knows; `TrainConfig` is the run of a language model on text or a task.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Self
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from titanmem.config import Config, check_counts, check_keys, check_types, require
+from titanmem.config import Config, KindConfig, check_counts, check_keys, check_types, parts_of, require
+from titanmem.models.base import ModelConfig
+from titanmem.models.cost import flops_per_token
 from titanmem.models.language import TitansConfig
+
+if TYPE_CHECKING:
+    from titanmem.train.source import Source
+
+
+@dataclass(frozen=True)
+class OptimConfig(Config):
+    """AdamW with a linear warm-up and a cosine down to `final` times the peak rate."""
+
+    lr: float = 1.5e-3
+    warmup: int = 1000
+    final: float = 0.1
+    betas: Sequence[float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.1  # matrices only: not norms, biases, gates, convolutions and the initial memory
+    clip: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        require(self.lr > 0, f"optim.lr must be positive, got {self.lr}")
+        betas = self.betas
+        require(
+            isinstance(betas, (list, tuple)) and len(betas) == 2 and all(0 <= x < 1 for x in betas),
+            f"optim.betas are two numbers in [0, 1), for instance [0.9, 0.95], got {betas!r}",
+        )
+        require(self.warmup >= 0, f"optim.warmup is a number of steps, got {self.warmup}")
+        require(self.weight_decay >= 0, f"optim.weight_decay must not be negative, got {self.weight_decay}")
+        require(self.clip > 0, f"optim.clip must be positive, got {self.clip}")
+        require(0 <= self.final <= 1, f"optim.final is a share of the peak rate in [0, 1], got {self.final}")
+
+
+@dataclass(frozen=True)
+class ParallelConfig(Config):
+    """How the model is spread and computed. Nothing here changes what it learns, apart from rounding."""
+
+    mode: str = "ddp"  # ddp: every rank holds the model; fsdp: parameters, gradients and optimiser are sharded
+    precision: str = "auto"  # bf16 products with float32 weights and memory, or fp32; auto: bf16 on a GPU
+    recompute: bool = False  # activation checkpointing, block by block
+    compile: bool = False  # torch.compile, block by block
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        require(self.mode in ("ddp", "fsdp"), f"parallel.mode is 'ddp' or 'fsdp', got {self.mode!r}")
+        require(
+            self.precision in ("auto", "bf16", "fp32"),
+            f"parallel.precision is 'auto', 'bf16' or 'fp32', got {self.precision!r}",
+        )
+
+
+@dataclass(frozen=True)
+class RunConfig(KindConfig, ABC):
+    """What every run has. Another kind of run is a class with its own `kind`, `model` and `data`, and a line here."""
+
+    KINDS: ClassVar[dict[str, str]] = {"language": "titanmem.train.config:TrainConfig"}
+    unit: ClassVar[str] = "rows"  # what its speed is counted in
+    loss: ClassVar[str] = "loss"  # what its plots call it
+    use: ClassVar[str] = "titanmem.load({!r})"  # of an exported model's folder
+
+    model: ModelConfig
+    data: Config
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    steps: int = 1000
+    micro_rows: int = 1  # at most so many rows in one forward pass of one rank; the rest is accumulated
+    seed: int = 0
+    log_every: int = 10
+    eval_every: int = 500
+    patience: int | None = None  # stop after so many evaluations without a better one; better ones are saved at once
+    save_every: int = 500
+    keep: int = 2  # the newest checkpoints; the best is kept besides
+    bad_steps: int = 5  # stop after so many steps in a row whose loss is not finite
+    wandb: str | None = None  # a Weights & Biases project
+    init: str | None = None  # an exported model whose weights the run starts from
+    kind: str = "language"
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        check_counts(self, "steps", "micro_rows", "log_every", "eval_every", "save_every", "keep", "bad_steps")
+        check_counts(self, *(() if self.patience is None else ("patience",)))
+        mine = type(self).kind
+        require(self.kind == mine, f"this run is of the kind {mine!r}, not {self.kind!r}; choose another recipe")
+
+    @property
+    @abstractmethod
+    def rows(self) -> int:
+        """Rows of one optimiser step, over all ranks."""
+
+    @abstractmethod
+    def open_source(self) -> Source:
+        """Where the rows come from. Every rank asks, after `prepare`."""
+
+    def fit(self, given: Collection[str]) -> RunConfig:
+        """Settle what follows from the data and from the settings that were `given` (dotted names) to a recipe."""
+        return self
+
+    def prepare(self) -> None:
+        """Make the data if they are not there yet, and check them. The first rank asks, before anything is written."""
+
+    def write_beside(self, folder: Path) -> None:
+        """Write what an exported model needs besides itself: files named tokenizer…, or data.json."""
+
+    @property
+    def amount(self) -> int:
+        """Units of one optimiser step, over all ranks."""
+        return self.rows
+
+    @property
+    def flops(self) -> float:
+        """Floating-point operations of one optimiser step, over all ranks; 0 if nobody counts them."""
+        return 0.0
+
+    def costs(self, ranks: int) -> list[tuple[str, str]]:
+        """What --dry-run says."""
+        steps = f"{self.steps:,} of {self.rows} rows, in micro-batches of {self.micro(ranks)}"
+        return [("parameters", f"{self.model.parameters():,}"), ("steps", steps)]
+
+    def micro(self, ranks: int) -> int:
+        """Rows of one forward pass where `ranks` share a step: the largest number up to micro_rows that divides it."""
+        require(
+            self.rows % ranks == 0,
+            f"a step has {self.rows} rows, which {ranks} ranks cannot share equally; change the size of a step or the "
+            "number of ranks",
+        )
+        mine = self.rows // ranks
+        return max(size for size in range(1, min(self.micro_rows, mine) + 1) if mine % size == 0)
+
+    def change(self, settings: Mapping[str, Any]) -> Self:
+        """A config with other settings, named by dotted paths: {"optim.lr": 1e-3, "model.memory.depth": 1}."""
+        parts, grouped, own = parts_of(type(self)), dict[str, dict[str, Any]](), dict[str, Any]()
+        for path, value in settings.items():
+            head, _, rest = path.partition(".")
+            if head in parts and rest:
+                grouped.setdefault(head, {})[rest] = value
+            elif head in parts:
+                names = ", ".join(f.name for f in fields(parts[head]))
+                raise ValueError(f"{head} is a group of settings: give {head}.NAME=…; known: {names}")
+            else:
+                known = [f.name for f in fields(self) if f.name not in parts]
+                check_keys({path: value}, [*known, *(f"{part}.…" for part in parts)], "a training run")
+                own[path] = value
+        for head, changes in grouped.items():
+            part = getattr(self, head)
+            require(part is not None, f"this recipe has no {head}; {head}.… belongs to a {head} recipe")
+            own[head] = _change_part(head, part, changes)
+        return replace(self, **own)
+
+
+def _change_part(head: str, part: Any, changes: Mapping[str, Any]) -> Any:
+    """A part of a config with other settings; those of a dictionary or config in it are named by dotted paths."""
+    plain, inner = dict[str, Any](), dict[str, dict[str, Any]]()
+    for path, value in changes.items():
+        name, _, rest = path.partition(".")
+        if rest and isinstance(getattr(part, name, None), dict | Config):
+            inner.setdefault(name, {})[rest] = value
+        else:
+            plain[path] = value
+    check_keys(plain, [f.name for f in fields(part)], head)
+    for name, values in inner.items():
+        held = plain.get(name, getattr(part, name))
+        plain[name] = {**held, **values} if isinstance(held, dict) else _change_part(f"{head}.{name}", held, values)
+    return part.change(**plain) if isinstance(part, ModelConfig) else replace(part, **plain)
 
 
 @dataclass(frozen=True)
@@ -79,77 +247,24 @@ class TaskConfig(Config):
 
 
 @dataclass(frozen=True)
-class OptimConfig(Config):
-    """AdamW with a linear warm-up and a cosine down to `final` times the peak rate."""
+class TrainConfig(RunConfig):
+    """A language model, on text or a task."""
 
-    lr: float = 1.5e-3
-    warmup: int = 1000
-    final: float = 0.1
-    betas: Sequence[float] = (0.9, 0.95)
-    eps: float = 1e-8
-    weight_decay: float = 0.1  # matrices only: not norms, biases, gates, convolutions and the initial memory
-    clip: float = 1.0
-
-    def __post_init__(self) -> None:
-        check_types(self)
-        require(self.lr > 0, f"optim.lr must be positive, got {self.lr}")
-        betas = self.betas
-        require(
-            isinstance(betas, (list, tuple)) and len(betas) == 2 and all(0 <= x < 1 for x in betas),
-            f"optim.betas are two numbers in [0, 1), for instance [0.9, 0.95], got {betas!r}",
-        )
-        require(self.warmup >= 0, f"optim.warmup is a number of steps, got {self.warmup}")
-        require(self.weight_decay >= 0, f"optim.weight_decay must not be negative, got {self.weight_decay}")
-        require(self.clip > 0, f"optim.clip must be positive, got {self.clip}")
-        require(0 <= self.final <= 1, f"optim.final is a share of the peak rate in [0, 1], got {self.final}")
-
-
-@dataclass(frozen=True)
-class ParallelConfig(Config):
-    """How the model is spread and computed. Nothing here changes what it learns, apart from rounding."""
-
-    mode: str = "ddp"  # ddp: every rank holds the model; fsdp: parameters, gradients and optimiser are sharded
-    precision: str = "auto"  # bf16 products with float32 weights and memory, or fp32; auto: bf16 on a GPU
-    recompute: bool = False  # activation checkpointing, block by block
-    compile: bool = False  # torch.compile, block by block
-
-    def __post_init__(self) -> None:
-        check_types(self)
-        require(self.mode in ("ddp", "fsdp"), f"parallel.mode is 'ddp' or 'fsdp', got {self.mode!r}")
-        require(
-            self.precision in ("auto", "bf16", "fp32"),
-            f"parallel.precision is 'auto', 'bf16' or 'fp32', got {self.precision!r}",
-        )
-
-
-@dataclass(frozen=True)
-class TrainConfig(Config):
-    """A whole training run."""
+    unit: ClassVar[str] = "tokens"
+    loss: ClassVar[str] = "loss, nats per token"
+    use: ClassVar[str] = 'titanmem generate {} "def "'
 
     model: TitansConfig
     data: DataConfig = field(default_factory=DataConfig)
     task: TaskConfig | None = None
-    optim: OptimConfig = field(default_factory=OptimConfig)
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    steps: int = 1000
     batch_tokens: int = 2**19  # tokens of one optimiser step, over all ranks
-    micro_rows: int = 1  # at most so many rows in one forward pass of one rank; the rest is accumulated
-    seed: int = 0
-    log_every: int = 10
-    eval_every: int = 500
     eval_rows: int = 8
     eval_length: int | None = None  # default: twice the row length
     sample_tokens: int = 128  # generated at every evaluation; 0: none
-    save_every: int = 500
-    keep: int = 2  # the newest checkpoints; the best is kept besides
-    bad_steps: int = 5  # stop after so many steps in a row whose loss is not finite
-    wandb: str | None = None  # a Weights & Biases project
-    init: str | None = None  # an exported model whose weights the run starts from
 
     def __post_init__(self) -> None:
-        check_types(self)
-        counts = ("steps", "batch_tokens", "micro_rows", "log_every", "eval_every", "eval_rows", "save_every", "keep")
-        check_counts(self, *counts, "bad_steps", *(() if self.eval_length is None else ("eval_length",)))
+        super().__post_init__()
+        check_counts(self, "batch_tokens", "eval_rows", *(() if self.eval_length is None else ("eval_length",)))
         require(self.sample_tokens >= 0, f"sample_tokens must not be negative, got {self.sample_tokens}")
         full = {"attention": self.model.attention_window, "mag": self.model.window_len, "mal": self.model.window_len}
         for name in self.model.blocks if self.data.carry else ():
@@ -158,6 +273,10 @@ class TrainConfig(Config):
                 f"data.carry with full attention would keep every token for ever; give the {name} blocks a window: "
                 f"model.{'attention_window' if name == 'attention' else 'window_len'}=…",
             )
+        require(
+            not (self.parallel.compile and "mac" in self.model.blocks and (self.data.reset or self.data.carry)),
+            "parallel.compile with MAC takes no documents and no carried memory; give data.reset=false",
+        )
         require(
             self.batch_tokens % self.data.length == 0,
             f"batch_tokens={self.batch_tokens} must be a multiple of data.length={self.data.length}",
@@ -187,71 +306,45 @@ class TrainConfig(Config):
         """Rows of one optimiser step, over all ranks."""
         return self.batch_tokens // self.data.length
 
-    def micro(self, ranks: int) -> int:
-        """Rows of one forward pass where `ranks` share a step: the largest number up to micro_rows that divides it."""
-        require(
-            self.rows % ranks == 0,
-            f"a step has {self.rows} rows (batch_tokens / data.length), which {ranks} ranks cannot share equally; "
-            "change batch_tokens or the number of ranks",
-        )
-        mine = self.rows // ranks
-        return max(size for size in range(1, min(self.micro_rows, mine) + 1) if mine % size == 0)
+    @property
+    def amount(self) -> int:
+        return self.batch_tokens
+
+    @property
+    def flops(self) -> float:
+        return 3.0 * flops_per_token(self.model, self.data.length) * self.batch_tokens
 
     @property
     def tokens(self) -> int:
         """Tokens of the whole run."""
         return self.steps * self.batch_tokens
 
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Build from nested plain values; unknown keys are errors at every level."""
-        check_keys(values, [f.name for f in fields(cls)], cls.__name__)
-        parts = {name: _PARTS[name].from_dict(values[name]) for name in _PARTS if values.get(name) is not None}
-        return cls(**{**values, **parts})
+    def open_source(self) -> Source:
+        from titanmem.train.source import TaskSource, TextSource
 
-    def change(self, settings: Mapping[str, Any]) -> TrainConfig:
-        """A config with other settings, named by dotted paths: {"optim.lr": 1e-3, "model.memory.depth": 1}."""
-        grouped: dict[str, dict[str, Any]] = {}
-        own: dict[str, Any] = {}
-        for path, value in settings.items():
-            head, _, rest = path.partition(".")
-            if head in _PARTS and rest:
-                grouped.setdefault(head, {})[rest] = value
-            elif head in _PARTS:
-                raise ValueError(f"{head} is a group of settings: give {head}.NAME=…; {_known(_PARTS[head])}")
-            else:
-                known = [f.name for f in fields(self) if f.name not in _PARTS]
-                check_keys({path: value}, [*known, *(f"{part}.…" for part in _PARTS)], "a training run")
-                own[path] = value
-        for head, changes in grouped.items():
-            part = getattr(self, head)
-            require(part is not None, f"this recipe trains on text; {head}.… belongs to a task recipe")
-            own[head] = _change_model(part, changes) if head == "model" else _change_part(head, part, changes)
-        return replace(self, **own)
+        return TextSource(self) if self.task is None else TaskSource(self)
 
+    def fit(self, given: Collection[str]) -> TrainConfig:
+        from titanmem.train.data import fit_to_data
 
-_PARTS: dict[str, type[Config]] = {
-    "model": TitansConfig,
-    "data": DataConfig,
-    "task": TaskConfig,
-    "optim": OptimConfig,
-    "parallel": ParallelConfig,
-}
+        return fit_to_data(self, given)
 
+    def prepare(self) -> None:
+        from titanmem.train.data import open_data
 
-def _known(part: type[Config]) -> str:
-    return f"known: {', '.join(f.name for f in fields(part))}"
+        open_data(self)
 
+    def write_beside(self, folder: Path) -> None:
+        from titanmem.train.data import tokenizer_of
 
-def _change_part(head: str, part: Any, changes: Mapping[str, Any]) -> Any:
-    check_keys(changes, [f.name for f in fields(part)], head)
-    return replace(part, **changes)
+        tokenizer = tokenizer_of(self)
+        if tokenizer is not None:
+            tokenizer.save(folder)
 
+    def costs(self, ranks: int) -> list[tuple[str, str]]:
+        from titanmem.train.memory import text_costs
 
-def _change_model(model: TitansConfig, changes: Mapping[str, Any]) -> TitansConfig:
-    plain = {name: value for name, value in changes.items() if not name.startswith("memory.")}
-    memory = {name.removeprefix("memory."): value for name, value in changes.items() if name.startswith("memory.")}
-    return model.change(**plain, **({"memory": memory} if memory else {}))
+        return text_costs(self, ranks)
 
 
 def parse_settings(words: Sequence[str]) -> dict[str, Any]:

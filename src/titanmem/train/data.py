@@ -13,7 +13,7 @@ from titanmem.data.prepare import BPE_VOCAB, prepare
 from titanmem.data.shards import INDEX, Index, TokenShards
 from titanmem.data.tokenizer import Tokenizer, load_tokenizer
 from titanmem.tasks import TEXT_TASKS, Task, generator_of, open_task
-from titanmem.train.config import DataConfig, TrainConfig
+from titanmem.train.config import DataConfig, RunConfig, TrainConfig
 
 _PREPARED = ("source", "tokenizer", "vocab_size", "held_out", "limit_tokens")  # what decides a prepared folder
 
@@ -73,8 +73,10 @@ def make_task(config: TrainConfig) -> Task:
     return open_task(config.task.name, tokenizer, **config.task.settings)
 
 
-def tokenizer_of(config: TrainConfig) -> Tokenizer | None:
-    """The tokenizer of a run; a task of bare tokens has none."""
+def tokenizer_of(config: RunConfig) -> Tokenizer | None:
+    """The tokenizer of a language model's run; a task of bare tokens has none."""
+    if not isinstance(config, TrainConfig):
+        raise ValueError(f"this is for language models, not for a run of the kind {config.kind!r}")
     if config.task is None:
         return load_tokenizer(Path(config.data.path) / "tokenizer")
     return load_tokenizer(config.data.tokenizer) if config.task.name in TEXT_TASKS else None

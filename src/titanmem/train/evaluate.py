@@ -117,6 +117,7 @@ def find_memory(state: State) -> MemoryState:
 @torch.no_grad()
 def sample(spread: Spread, tokenizer: Tokenizer, prompt: Tensor, tokens: int, seed: int = 0) -> dict[str, str]:
     """A continuation of prompt [T] by the model."""
+    assert isinstance(spread.module, TitansLM)
     ids = prompt.unsqueeze(0).to(spread.ranks.device)
     with torch.autocast(spread.ranks.device.type, torch.bfloat16, enabled=spread.bf16):
         out = generate(spread.module, ids, tokens, temperature=0.8, top_p=0.95, seed=seed)

@@ -1,30 +1,31 @@
-"""From a run's checkpoint to a folder that `TitansLM.load` and `titanmem generate`, or transformers, read."""
+"""From a run's checkpoint to a folder that `titanmem.load` and `titanmem generate`, or transformers, read."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from titanmem.config import require
 from titanmem.data.packages import load_package
 from titanmem.data.tokenizer import Tokenizer
 from titanmem.models.language import TitansLM
 from titanmem.train.checkpoint import CheckpointError, best_of, check, has_manifest, load_weights, name_of, step_of
-from titanmem.train.config import TrainConfig
+from titanmem.train.config import RunConfig
 from titanmem.train.data import tokenizer_of
 
-_FILES = {"config.json", "model.safetensors", "generation_config.json", "modeling_titanmem.py"}
+_FILES = {"config.json", "model.safetensors", "data.json", "generation_config.json", "modeling_titanmem.py"}
 
 
-def read_run(run: Path) -> TrainConfig:
+def read_run(run: Path) -> RunConfig:
     """The config of a run's folder."""
     file = run / "config.json"
     if not file.exists():
         raise ValueError(f"{run} is not a run: it has no config.json; expected a folder that titanmem train wrote")
-    return TrainConfig.read(file)
+    return RunConfig.read(file)
 
 
-def load_run(run: Path, step: int | None = None, best: bool = False) -> tuple[TitansLM, int]:
-    """The model of a run's newest checkpoint, that of a step, or the best; and its step."""
+def load_run(run: Path, step: int | None = None, best: bool = False) -> tuple[Any, int]:
+    """The model of a run's newest checkpoint, that of a step, or the best, whatever its kind; and its step."""
     config = read_run(run)
     complete = sorted((run / "checkpoints").glob("step-????????"))
     if not complete:
@@ -42,7 +43,7 @@ def load_run(run: Path, step: int | None = None, best: bool = False) -> tuple[Ti
     trouble = check(path)
     if trouble is not None:
         raise CheckpointError(f"the checkpoint {path} is damaged: {trouble}; choose another with --step")
-    model = TitansLM(config.model)
+    model = config.model.build()
     load_weights(path, model)
     return model, step_of(path)
 
@@ -58,19 +59,19 @@ def clear_export(out: Path) -> None:
 
 
 def export(run: Path, out: Path, step: int | None = None, best: bool = False, kind: str = "titanmem") -> int:
-    """Write config.json, model.safetensors and the tokenizer's files, if it has one, to `out`; returns the step. `kind`
-    "hf": as transformers reads them."""
+    """Write config.json, model.safetensors and what belongs to them, such as a tokenizer's files, to `out`; returns the
+    step. `kind` "hf": as transformers reads them."""
     model, found = load_run(run, step, best)
-    tokenizer = tokenizer_of(read_run(run))
+    config = read_run(run)
     if kind == "hf":
+        tokenizer = tokenizer_of(config)
         require(tokenizer is not None, f"{run} was trained on bare tokens and has no tokenizer; export it without hf")
         assert tokenizer is not None
         _write_hf(model, tokenizer, out)
         return found
     clear_export(out)
     model.save(out)
-    if tokenizer is not None:
-        tokenizer.save(out)
+    config.write_beside(out)
     return found
 
 

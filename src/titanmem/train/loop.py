@@ -1,7 +1,8 @@
 """The training loop, from top to bottom: open the ranks, build, resume, then step after step.
 
-Losses are sums over tokens divided by the step's tokens over all ranks, so a step means the same however it is cut into
-ranks and micro-batches. Nothing random happens after the start: a run is a function of its config.
+What is trained, and on what, is the config's business: it builds the model and opens the source of the rows. Losses are
+sums divided by the step's predictions over all ranks, so a step means the same however it is cut into ranks and
+micro-batches. What is random, such as dropout, depends on the step alone: a run is a function of its config.
 """
 
 from __future__ import annotations
@@ -19,17 +20,17 @@ import torch
 from torch import Tensor
 
 from titanmem.data.prepare import locked
-from titanmem.models.language import TitansLM
+from titanmem.models.base import Model, load
 from titanmem.state import ModelState
-from titanmem.train.checkpoint import Checkpoints, step_of
-from titanmem.train.config import TrainConfig
-from titanmem.train.data import open_data
+from titanmem.tasks.base import generator_of
+from titanmem.train.checkpoint import Checkpoints, read_manifest, step_of
+from titanmem.train.config import RunConfig
 from titanmem.train.metrics import FILE as METRICS
 from titanmem.train.metrics import SAMPLES, Meter, Metrics, check_trackers
 from titanmem.train.optim import make_optimizer, rate_at
 from titanmem.train.parallel import Ranks, Spread, open_ranks
 from titanmem.train.provenance import provenance
-from titanmem.train.source import Batch, open_source
+from titanmem.train.source import Batch
 
 
 class TrainingError(ValueError):
@@ -37,7 +38,7 @@ class TrainingError(ValueError):
 
 
 def train(
-    config: TrainConfig,
+    config: RunConfig,
     folder: str | Path,
     *,
     from_step: int | None = None,
@@ -45,8 +46,8 @@ def train(
 ) -> dict[str, Any]:
     """Train in `folder`, going on from its newest checkpoint if it has one (or from that of `from_step`).
 
-    Returns the last evaluation with "step" and "complete"; complete is False if a signal stopped the run. `on_step`
-    is called with every step's number and loss.
+    Returns the last evaluation with "step" and "complete", which is False if a signal stopped the run, and "best": the
+    step, held_out and folder of the best checkpoint, or None. `on_step` is called with every step's number and loss.
     """
     with open_ranks() as ranks:
         run = Run(config, Path(folder), ranks)
@@ -61,16 +62,17 @@ def train(
 class Run:
     """One run: what it is made of, and its steps."""
 
-    def __init__(self, config: TrainConfig, folder: Path, ranks: Ranks) -> None:
+    def __init__(self, config: RunConfig, folder: Path, ranks: Ranks) -> None:
         self.config, self.folder, self.ranks = config, folder, ranks
         self.held_open = ExitStack()  # the folder's lock and the metrics' files
 
     def open(self, from_step: int | None) -> None:
         """Everything before the first step."""
         config, folder, ranks = self.config, self.folder, self.ranks
-        self.micro = check_setup(config, ranks)
+        check_trackers(config)
+        self.micro = config.micro(ranks.world)  # rows of one forward pass
         ranks.first_only(lambda: self.held_open.enter_context(open_run(config, folder)))
-        self.source = open_source(config)
+        self.source = config.open_source()
         torch.manual_seed(config.seed)
         self.spread = Spread(first_model(config).to(ranks.device), config.parallel, ranks)
         self.optimizer = make_optimizer(self.spread.module, config.optim)
@@ -80,6 +82,7 @@ class Run:
         self.lanes: list[ModelState | None] = []  # carried memories, one entry per micro-batch
         self.result: dict[str, Any] = {}  # of the last evaluation
         self.evaluated = 0
+        self.best, self.waited = math.inf, 0  # the lowest held_out, and evaluations since
         self.restore(from_step)
         self.metrics = Metrics(folder, config, self.step, ranks.first)
         self.held_open.callback(self.metrics.close)
@@ -95,7 +98,8 @@ class Run:
             self.ranks.first_only(lambda: self.checkpoints.set_aside(after=path))
         progress, files = self.checkpoints.load(path, self.spread, self.optimizer)
         self.step = self.saved = step_of(path)
-        self.bad = progress["bad"]
+        self.bad, self.waited = progress["bad"], progress.get("waited", 0)
+        self.best = math.inf if progress.get("best") is None else progress["best"]
         if files:
             every = ModelState.stack([ModelState.load(file) for file in files])
             count = every.batch // self.ranks.world
@@ -113,7 +117,10 @@ class Run:
         meter = Meter(config, self.ranks)
         complete = True
         for batch in self.source.batches(self.step, self.ranks):
-            count, stop = self.ranks.total(float((batch["labels"] >= 0).sum()), float(stopping.asked))
+            if config.patience is not None and self.waited >= config.patience:
+                self.metrics.say(f"no better evaluation among the last {self.waited}: stopped early (patience)")
+                break
+            count, stop = self.ranks.total(float(self.source.count(batch)), float(stopping.asked))
             if stop:
                 complete = False
                 break
@@ -127,22 +134,24 @@ class Run:
             if self.step % config.eval_every == 0 or self.step == config.steps:
                 self.evaluate()
                 meter.skip()
-            if self.step % config.save_every == 0 and self.step < config.steps:
+            best = config.patience is not None and self.waited == 0 and self.evaluated == self.step
+            if (self.step % config.save_every == 0 or best) and self.step < config.steps:
                 self.save()
         self.finish(complete)
-        return {**self.result, "step": self.step, "complete": complete}
+        return {**self.result, "step": self.step, "complete": complete, "best": self.best_checkpoint()}
 
     def advance(self, batch: Batch, count: float) -> tuple[float, float]:
         """One optimiser step; returns the mean loss over all ranks and the gradient's norm."""
         count = max(1.0, count)  # rows of nothing but document ends predict nothing
-        parts = self.micro_batches(batch)
-        if self.config.data.carry and not self.lanes:
+        torch.manual_seed(generator_of(self.config.seed, self.step, self.ranks.rank).initial_seed())
+        parts = self.source.split(batch, self.micro)
+        if self.source.carries and not self.lanes:
             self.lanes = [None] * len(parts)
         total = torch.zeros((), dtype=torch.float64, device=self.ranks.device)
         for index, part in enumerate(parts):
             with self.spread.backward(sync=index + 1 == len(parts)):
                 loss = self.forward(part, index)
-                (loss * (self.ranks.world / count)).backward()  # ranks are averaged, tokens counted over all
+                (loss * (self.ranks.world / count)).backward()  # ranks are averaged, predictions counted over all
             total += loss.detach()
         norm = self.spread.clip(self.config.optim.clip)
         mean = self.ranks.total(total.item())[0] / count
@@ -156,19 +165,13 @@ class Run:
         self.optimizer.zero_grad()
         return mean, norm
 
-    def micro_batches(self, batch: Batch) -> list[Batch]:
-        """The rows of a step in portions that fit into memory."""
-        pieces = self.config.data.length // batch["ids"].shape[1]
-        size = self.micro * pieces
-        cuts = {name: x.split(size) for name, x in batch.items()}
-        return [{name: xs[i].to(self.ranks.device) for name, xs in cuts.items()} for i in range(len(cuts["ids"]))]
-
     def forward(self, part: Batch, index: int) -> Tensor:
         """The summed loss of a micro-batch, with its lane of carried memories moved on."""
-        lane = self.lanes[index] if self.config.data.carry else None
-        loss, state = self.spread.forward(part["ids"], lane, documents=part.get("documents"), labels=part["labels"])
-        if self.config.data.carry:
-            self.lanes[index] = state.detach()
+        inputs: dict[str, Any] = {name: x.to(self.ranks.device) for name, x in part.items()}
+        if not self.source.carries:
+            return self.spread.forward(**inputs)[0]
+        loss, state = self.spread.forward(**inputs, state=self.lanes[index])
+        self.lanes[index] = state.detach()
         return loss
 
     def skip(self, batch: Batch, mean: float, norm: float) -> None:
@@ -202,7 +205,10 @@ class Run:
         found, text = result
         self.result, self.evaluated = found, self.step
         self.metrics.record(self.step, found)
-        self.metrics.say(f"step {self.step}: held-out loss {found['held_out']:.4f}{brief_tests(found)}")
+        self.metrics.say(f"step {self.step}: {self.source.brief(found)}")
+        score = self.ranks.total(found["held_out"] if self.ranks.first else 0.0)[0]  # all decide alike
+        self.waited = 0 if score < self.best else self.waited + 1
+        self.best = min(self.best, score)
         if text is not None and self.ranks.first:
             with (self.folder / SAMPLES).open("a") as file:
                 file.write(json.dumps({"step": self.step, **text}) + "\n")
@@ -211,15 +217,24 @@ class Run:
         """A checkpoint of this step."""
         fresh = self.evaluated == self.step
         progress = {"bad": self.bad, "held_out": self.result.get("held_out") if fresh else None}
+        progress |= {"best": self.best if math.isfinite(self.best) else None, "waited": self.waited}
         lanes = [lane for lane in self.lanes if lane is not None]
         self.checkpoints.save(self.step, self.spread, self.optimizer, progress, lanes, wait)
         self.saved = self.step
+
+    def best_checkpoint(self) -> dict[str, Any] | None:
+        """What `titanmem export --best` would take."""
+        path = self.checkpoints.best()
+        if path is None:
+            return None
+        return {"step": step_of(path), "held_out": read_manifest(path)["progress"]["held_out"], "checkpoint": str(path)}
 
     def finish(self, complete: bool) -> None:
         """The last checkpoint, and what to do next."""
         if self.step > self.saved:
             self.save(wait=True)
         self.checkpoints.wait()
+        self.ranks.barrier()  # all see the same checkpoints
         if self.step == 0:
             self.metrics.say("stopped before the first step; the same command starts anew")
         elif complete:
@@ -255,55 +270,42 @@ class Stopping:
         self.asked = True
 
 
-def check_setup(config: TrainConfig, ranks: Ranks) -> int:
-    """What can be wrong before anything is written; returns the rows of one forward pass."""
-    if config.parallel.compile and "mac" in config.model.blocks and (config.data.reset or config.data.carry):
-        raise ValueError("parallel.compile with MAC takes no documents and no carried memory; give data.reset=false")
-    check_trackers(config)
-    return config.micro(ranks.world)
-
-
 @contextmanager
-def open_run(config: TrainConfig, folder: Path) -> Iterator[None]:
-    """Prepare the text and claim the folder. A folder of another config, or one that another process trains in, is
+def open_run(config: RunConfig, folder: Path) -> Iterator[None]:
+    """Prepare the data and claim the folder. A folder of another config, or one that another process trains in, is
     refused."""
     with locked(folder, "another process is training in"):
         claim_folder(config, folder)
         yield
 
 
-def claim_folder(config: TrainConfig, folder: Path) -> None:
+def claim_folder(config: RunConfig, folder: Path) -> None:
     """Write what the run is, once it is known that it can begin."""
     file = folder / "config.json"
     begun = (folder / "checkpoints").exists() or (folder / METRICS).exists()
     if file.exists() and begun:
-        mine, held = (json.loads(json.dumps(c.to_dict())) for c in (config, TrainConfig.read(file)))
-        differ = [name for name in mine if mine[name] != held[name]]
+        mine, held = (json.loads(json.dumps(c.to_dict())) for c in (config, RunConfig.read(file)))
+        differ = [name for name in mine if mine[name] != held.get(name)]
         if differ:
             raise ValueError(
                 f"{folder} holds a run with another config (it differs in {', '.join(differ)}); choose another --out, "
                 f"or go on with its own config: titanmem train --resume {folder}"
             )
-    open_data(config)
+    config.prepare()
     if not (file.exists() and begun):
         file.write_text(json.dumps(config.to_dict(), indent=1) + "\n")
     with (folder / "provenance.jsonl").open("a") as log:  # one line for every start
         log.write(json.dumps(provenance()) + "\n")
 
 
-def brief_tests(found: dict[str, Any]) -> str:
-    """The accuracies of a task's tests by length, if there are any."""
-    shown = [f"{test['length']}: {test['accuracy']:.3f}" for test in found.get("tests", [])]
-    return f"; accuracy by length {', '.join(shown)}" if shown else ""
-
-
-def first_model(config: TrainConfig) -> TitansLM:
+def first_model(config: RunConfig) -> Model:
     """The model before its first step: fresh, or with the weights of an exported one."""
-    model = TitansLM(config.model)
+    model = config.model.build()
     if config.init is not None:
-        given = TitansLM.load(config.init)
+        given = load(config.init)
         mine, theirs = config.model.to_dict(), given.config.to_dict()
-        differ = [f"{name}={theirs[name]!r} there, {mine[name]!r} here" for name in mine if mine[name] != theirs[name]]
+        names = [name for name in {**mine, **theirs} if mine.get(name) != theirs.get(name)]
+        differ = [f"{name}={theirs.get(name)!r} there, {mine.get(name)!r} here" for name in names]
         if differ:
             raise ValueError(f"init={config.init} is another model ({'; '.join(differ)}); give the same model settings")
         model.load_state_dict(given.state_dict())

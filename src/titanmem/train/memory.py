@@ -1,10 +1,10 @@
-"""How much memory a training step needs, from the config alone: an estimate to plan with."""
+"""How much memory a training step of a language model needs, and what a run costs, from the config alone."""
 
 from __future__ import annotations
 
 import math
 
-from titanmem.models.cost import parameters
+from titanmem.models.cost import parameters, state_bytes
 from titanmem.models.language import TitansConfig
 from titanmem.ops.loss import MOST
 from titanmem.train.config import TrainConfig
@@ -42,3 +42,21 @@ def _block_bytes(model: TitansConfig, name: str, rows: int, length: int, width: 
     weights = memory.num_heads * sum(i * o for i, o in memory.shapes)
     kept = 2 * math.isqrt(max(1, length // memory.chunk_len)) + 2  # states between groups, and those of one group
     return total + rows * kept * 2 * weights * FLOAT
+
+
+def text_costs(config: TrainConfig, ranks: int) -> list[tuple[str, str]]:
+    """Size and cost of a run, for --dry-run."""
+    fixed, passing = training_bytes(config, ranks)
+    state = f"{state_bytes(config.model, config.data.length) / 2**20:.2f} MiB"
+    full = "attention" in config.model.blocks and config.model.attention_window is None
+    growth = f" at {config.data.length} tokens; full attention keeps all of them" if full else ", however long it is"
+    return [
+        ("parameters", f"{parameters(config.model):,}"),
+        ("state of one stream", state + growth),
+        ("memory per rank, estimate", f"{(fixed + passing) / 2**30:.2f} GiB: weights, gradients and optimiser "
+                                      f"{fixed / 2**30:.2f}, activations {passing / 2**30:.2f}"),
+        ("steps", f"{config.steps:,} of {config.rows} rows × {config.data.length} tokens, in micro-batches of "
+                  f"{config.micro(ranks)} on {ranks} rank{'s' if ranks > 1 else ''}"),
+        ("tokens", f"{config.tokens:,}"),
+        ("training FLOPs", f"{config.steps * config.flops:.3g}"),
+    ]  # fmt: skip

@@ -1,6 +1,6 @@
 """What a run says while it runs: a progress bar, metrics.jsonl, TensorBoard where installed, Weights & Biases if asked.
 
-One JSON object a line: {"step": 40, "tokens": …, "loss": …} for training, {"step": 40, "held_out": …} for evaluation.
+One JSON object a line: {"step": 40, "loss": …, "lr": …} for training, {"step": 40, "held_out": …} for evaluation.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from typing import Any
 
 import torch
 
-from titanmem.models.cost import flops_per_token
-from titanmem.train.config import TrainConfig
+from titanmem.train.config import RunConfig
 from titanmem.train.parallel import Ranks, peak_flops
 
 FILE = "metrics.jsonl"
@@ -26,7 +25,7 @@ SAMPLES = "samples.jsonl"
 class Metrics:
     """The first rank's records; the other ranks record nothing."""
 
-    def __init__(self, folder: Path, config: TrainConfig, first_step: int, active: bool) -> None:
+    def __init__(self, folder: Path, config: RunConfig, first_step: int, active: bool) -> None:
         self.active = active
         if not active:
             return
@@ -90,21 +89,20 @@ class Metrics:
 class Meter:
     """Speed and means since the last record."""
 
-    def __init__(self, config: TrainConfig, ranks: Ranks) -> None:
-        self.config, self.ranks = config, ranks
-        self.cost = 3 * flops_per_token(config.model, config.data.length)
-        self.peak = peak_flops(ranks.device) * ranks.world
+    def __init__(self, config: RunConfig, ranks: Ranks) -> None:
+        self.amount, self.unit, self.flops = config.amount, config.unit, config.flops
+        self.peak = peak_flops(ranks.device) * ranks.world if self.flops else 0.0
         self.skip()
 
     def skip(self) -> None:
         """Start anew: the time until now is not the steps'."""
-        self.begin, self.speed = time.perf_counter(), 0.0
+        self.begin, self.speed = time.perf_counter(), 0.0  # steps per second
         self.losses: list[float] = []
 
     def add(self, loss: float, norm: float, rate: float) -> Callable[[], dict[str, Any]]:
         """Note a step; returns a function that makes the record and starts anew."""
         self.losses.append(loss)
-        self.speed = len(self.losses) * self.config.batch_tokens / (time.perf_counter() - self.begin)
+        self.speed = len(self.losses) / (time.perf_counter() - self.begin)
 
         def record() -> dict[str, Any]:
             values = {"loss": sum(self.losses) / len(self.losses), "grad_norm": norm, "lr": rate, **self.numbers()}
@@ -114,18 +112,17 @@ class Meter:
         return record
 
     def numbers(self) -> dict[str, float]:
-        return {"tokens_per_s": self.speed, "mfu": self.speed * self.cost / self.peak, "memory_gib": memory_gib()}
+        used = {"mfu": self.speed * self.flops / self.peak} if self.flops else {}
+        return {f"{self.unit}_per_s": self.speed * self.amount, **used, "memory_gib": memory_gib()}
 
     def brief(self) -> dict[str, str]:
         """For the progress bar."""
         now = self.numbers()
-        loss = f"{self.losses[-1]:.3f}" if self.losses else "–"
-        return {
-            "loss": loss,
-            "tok/s": f"{now['tokens_per_s']:,.0f}",
-            "mfu": f"{now['mfu']:.0%}",
-            "GiB": f"{now['memory_gib']:.1f}",
-        }
+        shown = {"loss": f"{self.losses[-1]:.3f}" if self.losses else "–"}
+        shown[f"{self.unit}/s"] = f"{now[f'{self.unit}_per_s']:,.0f}"
+        if "mfu" in now:
+            shown["mfu"] = f"{now['mfu']:.0%}"
+        return {**shown, "GiB": f"{now['memory_gib']:.1f}"}
 
 
 def memory_gib() -> float:
@@ -171,13 +168,13 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return lines
 
 
-def check_trackers(config: TrainConfig) -> None:
+def check_trackers(config: RunConfig) -> None:
     """Whether what the config asks for is installed."""
     if config.wandb is not None and importlib.util.find_spec("wandb") is None:
         raise ValueError("wandb=… asks for Weights & Biases, which is not installed; pip install wandb, or drop it")
 
 
-def _open_wandb(config: TrainConfig, folder: Path) -> Any:
+def _open_wandb(config: RunConfig, folder: Path) -> Any:
     import wandb
 
     return wandb.init(project=config.wandb, name=folder.name, dir=folder, config=config.to_dict(), resume="allow")

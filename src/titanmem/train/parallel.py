@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from titanmem.models.language import TitansLM
 from titanmem.train.config import ParallelConfig
 
 
@@ -84,11 +83,12 @@ def open_ranks(timeout_minutes: float = 30) -> Iterator[Ranks]:
 class Spread:
     """A model made ready for training on all ranks: recomputation, compilation, then sharding or replication."""
 
-    def __init__(self, model: TitansLM, config: ParallelConfig, ranks: Ranks) -> None:
+    def __init__(self, model: nn.Module, config: ParallelConfig, ranks: Ranks) -> None:
         self.module, self.ranks, self.sharded = model, ranks, config.mode == "fsdp"
         auto = "bf16" if ranks.device.type == "cuda" else "fp32"
         self.bf16 = (auto if config.precision == "auto" else config.precision) == "bf16"
-        for block in model.blocks:
+        self.blocks: list[Any] = list(getattr(model, "blocks", ()))
+        for block in self.blocks:
             if config.recompute:
                 block.forward = partial(checkpoint, block.forward, use_reentrant=False)
             if config.compile:
@@ -104,7 +104,7 @@ class Spread:
         mesh = init_device_mesh(self.ranks.device.type, (self.ranks.world,))
         half = torch.bfloat16 if self.bf16 else None
         policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32, cast_forward_inputs=False)
-        for block in self.module.blocks:
+        for block in self.blocks:
             fully_shard(block, mesh=mesh, mp_policy=policy)
         return fully_shard(self.module, mesh=mesh, mp_policy=policy)
 

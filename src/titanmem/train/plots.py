@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from titanmem.train.config import RunConfig
+from titanmem.train.export import read_run
 from titanmem.train.metrics import FILE, SAMPLES, read_metrics
 
 Metrics = list[dict[str, Any]]
@@ -25,9 +27,11 @@ def load_runs(folders: Sequence[Path]) -> dict[str, Metrics]:
     return runs
 
 
-def loss_figure(runs: dict[str, Metrics]) -> Any:
-    """Training and held-out loss against steps, and the last held-out loss by position."""
-    figure, (left, right) = new_figure(2)
+def loss_figure(runs: dict[str, Metrics], label: str) -> Any:
+    """Training and held-out loss against steps, and the last held-out loss by position where a run has it."""
+    placed = any("by_position" in line for lines in runs.values() for line in lines)
+    figure, axes = new_figure(2 if placed else 1)
+    left, right = axes[0], axes[-1]
     for index, (name, lines) in enumerate(runs.items()):
         colour = f"C{index}"
         train = [(line["step"], line["loss"]) for line in lines if "loss" in line]
@@ -41,11 +45,12 @@ def loss_figure(runs: dict[str, Metrics]) -> Any:
             middle = [(p["from"] + p["to"]) / 2 for p in places[-1]]
             right.plot(middle, [p["loss"] for p in places[-1]], color=colour, marker="o", markersize=3, label=name)
             position_axis(right, places[-1])
-    left.set(xlabel="step", ylabel="loss, nats per token", title="loss")
-    right.set(xlabel="position in the document", title="held-out loss by position, last evaluation")
-    for axes in (left, right):
-        if axes.get_legend_handles_labels()[0]:
-            axes.legend(frameon=False, fontsize=8)
+    if placed:
+        right.set(xlabel="position in the document", title="held-out loss by position, last evaluation")
+    left.set(xlabel="step", ylabel=label, title="loss")
+    for axis in axes:
+        if axis.get_legend_handles_labels()[0]:
+            axis.legend(frameon=False, fontsize=8)
     return figure
 
 
@@ -114,22 +119,19 @@ def write_page(path: Path, title: str, parts: Sequence[Any]) -> None:
     path.write_text(f"{head}<style>{style}</style><h1>{html.escape(title)}</h1>{''.join(body)}</html>\n")
 
 
-def run_table(folders: Sequence[Path], runs: dict[str, Metrics]) -> str:
-    """Size, tokens, losses and speed of every run."""
-    from titanmem.models.cost import parameters
-    from titanmem.train.export import read_run
-
-    lines = ["<tr><th>run</th><th>parameters</th><th>steps</th><th>tokens</th><th>held-out loss</th><th>best</th>"]
-    lines.append("<th>tokens/s</th></tr>")
-    for folder, (name, records) in zip(folders, runs.items(), strict=True):
-        config = read_run(folder)
+def run_table(configs: Sequence[RunConfig], runs: dict[str, Metrics]) -> str:
+    """Size, amount of data, losses and speed of every run."""
+    lines = ["<tr><th>run</th><th>parameters</th><th>steps</th><th>read</th><th>held-out loss</th><th>best</th>"]
+    lines.append("<th>speed</th></tr>")
+    for config, (name, records) in zip(configs, runs.items(), strict=True):
         held = [line["held_out"] for line in records if "held_out" in line]
-        speeds = sorted(line["tokens_per_s"] for line in records if "tokens_per_s" in line)
+        speed = f"{config.unit}_per_s"
+        speeds = sorted(line[speed] for line in records if speed in line)
         step = max((line["step"] for line in records), default=0)
-        cells = [html.escape(name), f"{parameters(config.model):,}", f"{step:,} of {config.steps:,}"]
-        cells.append(f"{step * config.batch_tokens:,}")
+        cells = [html.escape(name), f"{config.model.parameters():,}", f"{step:,} of {config.steps:,}"]
+        cells.append(f"{step * config.amount:,} {config.unit}")
         cells += [f"{held[-1]:.4f}", f"{min(held):.4f}"] if held else ["–", "–"]
-        cells.append(f"{speeds[len(speeds) // 2]:,.0f}" if speeds else "–")
+        cells.append(f"{speeds[len(speeds) // 2]:,.0f} {config.unit}/s" if speeds else "–")
         lines.append(f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>")
     return f"<table>{''.join(lines)}</table>"
 
@@ -144,14 +146,15 @@ def plot_runs(folders: Sequence[Path], out: Path) -> None:
     """Draw runs into a .png, or a .html page that also has the memory's numbers and the last sample."""
     folders = list(dict.fromkeys(folders))
     runs = load_runs(folders)
-    losses = loss_figure(runs)
+    configs = [read_run(folder) for folder in folders]
+    losses = loss_figure(runs, " / ".join(dict.fromkeys(config.loss for config in configs)))
     if out.suffix == ".png":
         out.parent.mkdir(parents=True, exist_ok=True)
         losses.savefig(out)
         return
     if out.suffix != ".html":
         raise ValueError(f"--out must end in .png or .html, got {out}")
-    parts: list[Any] = [losses, run_table(folders, runs)]
+    parts: list[Any] = [losses, run_table(configs, runs)]
     memory = memory_figure(runs)
     if memory is not None:
         parts += ["<h2>What the memory does</h2>", memory]

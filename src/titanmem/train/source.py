@@ -1,7 +1,8 @@
-"""Where a run's rows come from and what it is evaluated on: text, or a task."""
+"""Where a run's rows come from and what it is evaluated on: what the loop asks, and the answers of text and tasks."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -20,23 +21,65 @@ from titanmem.train.data import make_task
 from titanmem.train.evaluate import held_out, sample, token_losses
 from titanmem.train.parallel import Ranks, Spread
 
-Batch = dict[str, Tensor]
+Batch = dict[str, Tensor]  # by the names of the model's arguments, rows first
+Evaluation = tuple[dict[str, Any], dict[str, str] | None]  # numbers, and "prompt" and "text" of a sample
 
 
-class TextSource:
-    """Rows of token shards; held-out documents."""
+class Source(ABC):
+    """Everything about a run's data. What it gives depends on its config, the step and the ranks alone."""
+
+    warning: str | None = None  # what is said before the first step
+    carries = False  # the model's states go on from step to step, row by row
+
+    @abstractmethod
+    def batches(self, step: int, ranks: Ranks) -> Iterator[Batch]:
+        """This rank's rows of every step that is left."""
+
+    @abstractmethod
+    def count(self, batch: Batch) -> int:
+        """Predictions in a batch: what the summed loss is divided by."""
+
+    @abstractmethod
+    def evaluate(self, spread: Spread) -> Evaluation | None:
+        """What is measured, on every rank the same: "held_out", the lower the better, by which the best checkpoint is
+        chosen, and whatever else is to be recorded. None if nothing is held out."""
+
+    def split(self, batch: Batch, rows: int) -> list[Batch]:
+        """Micro-batches of at most `rows` rows."""
+        cuts = {name: x.split(rows) for name, x in batch.items()}
+        return [dict(zip(cuts, parts, strict=True)) for parts in zip(*cuts.values(), strict=True)]
+
+    def brief(self, found: dict[str, Any]) -> str:
+        """An evaluation in a few words."""
+        return f"held-out loss {found['held_out']:.4f}"
+
+
+class TokenSource(Source):
+    """Rows of tokens: text, or a task."""
 
     def __init__(self, config: TrainConfig) -> None:
         self.config = config
+
+    def count(self, batch: Batch) -> int:
+        return int((batch["labels"] >= 0).sum())
+
+    def split(self, batch: Batch, rows: int) -> list[Batch]:
+        """Shorter rows make larger micro-batches."""
+        return super().split(batch, rows * (self.config.data.length // batch["ids"].shape[1]))
+
+
+class TextSource(TokenSource):
+    """Rows of token shards; held-out documents."""
+
+    def __init__(self, config: TrainConfig) -> None:
+        super().__init__(config)
+        self.carries = config.data.carry
         self.shards = TokenShards(config.data.path, "train")
         some = Index.load(Path(config.data.path)).splits.get("held")
         self.held = TokenShards(config.data.path, "held") if some else None
         self.tokenizer = load_tokenizer(Path(config.data.path) / "tokenizer")
-
-    @property
-    def warning(self) -> str | None:
-        missing = f"{self.config.data.path} holds no held-out documents: no held-out loss, no samples"
-        return missing if self.held is None else None
+        if self.held is None:
+            self.warning = f"{config.data.path} holds no held-out documents: no held-out loss, no samples"
 
     def batches(self, step: int, ranks: Ranks) -> Iterator[Batch]:
         """This rank's rows of every step that is left."""
@@ -53,7 +96,7 @@ class TextSource:
             yield from islice(loader, until - step)
             step = until
 
-    def evaluate(self, spread: Spread) -> tuple[dict[str, Any], dict[str, str] | None] | None:
+    def evaluate(self, spread: Spread) -> Evaluation | None:
         """Held-out loss by position and the memory's numbers; a sample."""
         if self.held is None:
             return None
@@ -66,14 +109,13 @@ class TextSource:
         return found, sample(spread, self.tokenizer, rows["ids"][0, :64], config.sample_tokens)
 
 
-class TaskSource:
+class TaskSource(TokenSource):
     """Rows of a task, one level a step; its test levels."""
 
-    warning: str | None = None
-
     def __init__(self, config: TrainConfig) -> None:
+        super().__init__(config)
         assert config.task is not None
-        self.config, self.settings, self.task = config, config.task, make_task(config)
+        self.settings, self.task = config.task, make_task(config)
 
     def batches(self, step: int, ranks: Ranks) -> Iterator[Batch]:
         """This rank's rows of every step that is left: each step draws one of the stage's levels."""
@@ -89,12 +131,17 @@ class TaskSource:
             yield {"ids": rows.ids[ranks.rank :: ranks.world], "labels": rows.targets[ranks.rank :: ranks.world]}
 
     @torch.no_grad()
-    def evaluate(self, spread: Spread) -> tuple[dict[str, Any], dict[str, str] | None]:
+    def evaluate(self, spread: Spread) -> Evaluation:
         """Loss on fresh rows of the last stage, and the accuracy at every test level."""
         levels = self.settings.levels_at(self.config.steps)
         losses = [self.try_level(spread, level)["loss"] for level in levels]
         tests = [{**level, **self.try_level(spread, level)} for level in self.settings.tests]
         return {"held_out": sum(losses) / len(losses), "tests": tests}, None
+
+    def brief(self, found: dict[str, Any]) -> str:
+        """With the accuracies by length."""
+        shown = [f"{test['length']}: {test['accuracy']:.3f}" for test in found["tests"]]
+        return super().brief(found) + (f"; accuracy by length {', '.join(shown)}" if shown else "")
 
     def try_level(self, spread: Spread, level: dict[str, Any]) -> dict[str, float]:
         """Loss per question, share of right answers, share of rows whose answers are all right."""
@@ -111,8 +158,3 @@ class TaskSource:
             right, asked = right + int(hits.sum()), asked + int(questions.sum())
             whole += int((hits == questions).sum())
         return {"loss": loss / asked, "accuracy": right / asked, "exact": whole / self.settings.test_rows}
-
-
-def open_source(config: TrainConfig) -> TextSource | TaskSource:
-    """What the config asks for."""
-    return TextSource(config) if config.task is None else TaskSource(config)

@@ -1,0 +1,99 @@
+"""What models of every kind share: a config that builds them, and a folder with config.json and model.safetensors."""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, ClassVar, Self, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from titanmem.config import KindConfig, check_keys
+
+FILES = ("config.json", "model.safetensors")
+
+
+@dataclass(frozen=True)
+class ModelConfig(KindConfig, ABC):
+    """Base of the configs of models. A new kind has a setting `kind: str = "…"` and a line here."""
+
+    KINDS: ClassVar[dict[str, str]] = {"language": "titanmem.models.language:TitansConfig"}
+
+    @abstractmethod
+    def build(self) -> Model:
+        """The model with fresh weights."""
+
+    def change(self, **changes: Any) -> Self:
+        """A config with other settings."""
+        check_keys(changes, [f.name for f in fields(self)], type(self).__name__)
+        return replace(self, **changes)
+
+    def parameters(self) -> int:
+        """How many numbers the model learns."""
+        with torch.device("meta"):
+            return sum(p.numel() for p in self.build().parameters())
+
+
+class Model(nn.Module):
+    """A model that can be saved, loaded and trained.
+
+    To train, it is called with the tensors of a batch by name, and `state=` where states are carried from step to step;
+    it returns the summed loss and a `ModelState` or None. `blocks`, where it has them, are what is recomputed, compiled
+    and sharded one by one.
+    """
+
+    config: Any
+
+    def save(self, folder: str | Path) -> None:
+        """Write config.json and model.safetensors."""
+        from safetensors.torch import save_file
+
+        path = Path(folder)
+        path.mkdir(parents=True, exist_ok=True)
+        held = {name: x.detach().cpu().contiguous() for name, x in own_tensors(self).items()}
+        save_file(held, path / "model.safetensors", metadata={"format": "pt"})
+        (path / "config.json").write_text(json.dumps(self.config.to_dict(), indent=2) + "\n")
+
+
+AnyModel = TypeVar("AnyModel", bound=Model)
+
+
+def load(folder: str | Path, device: torch.device | str = "cpu") -> Model:
+    """Read what a model's `save` wrote, whatever its kind."""
+    return fill(read_config(folder).build(), folder).to(device)
+
+
+def read_config(folder: str | Path) -> ModelConfig:
+    """The config of a saved model."""
+    path = Path(folder)
+    for name in FILES:
+        if not (path / name).exists():
+            raise FileNotFoundError(
+                f"{path} has no {name}; expected a folder that a model's save or titanmem export wrote"
+            )
+    return ModelConfig.read(path / "config.json")
+
+
+def fill(model: AnyModel, folder: str | Path) -> AnyModel:
+    """Give a model the weights, and their precision, of a folder."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    file = Path(folder) / "model.safetensors"
+    try:
+        held = load_file(file)
+        model = model.to(next(x.dtype for x in held.values() if x.is_floating_point()))
+        names = own_tensors(model).keys()
+        model.load_state_dict(held, strict=names != held.keys())  # a second name of a tensor is not in the file
+    except (SafetensorError, KeyError, RuntimeError, StopIteration) as error:
+        raise ValueError(f"{file} is damaged or of another config: {error}") from error
+    return model
+
+
+def own_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """What a model's state_dict holds; a tensor of several names, such as a tied head, under its first."""
+    first = {id(x): name for name, x in reversed(model.state_dict(keep_vars=True).items())}
+    return {name: x for name, x in model.state_dict(keep_vars=True).items() if first[id(x)] == name}
