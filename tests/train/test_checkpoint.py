@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 from runs import assert_same_weights, losses_of, small_config, start
 
-from titanmem.train.checkpoint import CheckpointError, check
+from titanmem.train import checkpoint
+from titanmem.train.checkpoint import CheckpointError, check, describe
 from titanmem.train.export import load_run
 from titanmem.train.loop import train
 from titanmem.train.metrics import read_metrics
@@ -42,6 +43,21 @@ def test_a_run_killed_at_random_moments_ends_like_one_that_was_not(corpus, tmp_p
     train(config, tmp_path / "killed")
     assert_same_weights(tmp_path / "straight", tmp_path / "killed")
     assert survived >= min(kills, 3)
+
+
+def test_a_run_that_breaks_off_finishes_the_checkpoint_it_is_writing(corpus, tmp_path, monkeypatch):
+    def slow(path: Path) -> dict:
+        time.sleep(0.1)
+        return describe(path)
+
+    def crash(step: int, loss: float) -> None:
+        if step == 4:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(checkpoint, "describe", slow)
+    with pytest.raises(KeyboardInterrupt):
+        train(small_config(corpus, "lmm", save_every=3), tmp_path, on_step=crash)
+    assert [path.name for path in complete(tmp_path)] == ["step-00000003"]
 
 
 def test_the_last_ones_and_the_best_are_kept(corpus, tmp_path):

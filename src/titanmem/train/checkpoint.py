@@ -9,6 +9,7 @@ beside the training, from a copy. Loading checks every file first. Ranks may dif
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
@@ -85,10 +86,10 @@ class Checkpoints:
             pending, self.pending = self.pending, None
             pending.result()
 
-    @property
-    def writing(self) -> bool:
-        """Whether a checkpoint is still being written."""
-        return self.pending is not None and not self.pending.done()
+    def settle(self) -> None:
+        """Whatever ended the run, a checkpoint that is being written is finished."""
+        with contextlib.suppress(CheckpointError):
+            self.wait()
 
     def _begin(self, aside: Path) -> None:
         if self.ranks.first:

@@ -64,7 +64,7 @@ class Run:
 
     def __init__(self, config: RunConfig, folder: Path, ranks: Ranks) -> None:
         self.config, self.folder, self.ranks = config, folder, ranks
-        self.held_open = ExitStack()  # the folder's lock and the metrics' files
+        self.held_open = ExitStack()  # the folder's lock, the checkpoint being written, the metrics' files
 
     def open(self, from_step: int | None) -> None:
         """Everything before the first step."""
@@ -77,6 +77,7 @@ class Run:
         self.spread = Spread(first_model(config).to(ranks.device), config.parallel, ranks)
         self.optimizer = make_optimizer(self.spread.module, config.optim)
         self.checkpoints = Checkpoints(folder, ranks, config.keep)
+        self.held_open.callback(self.checkpoints.settle)
         ranks.first_only(self.checkpoints.clear)
         self.step, self.saved, self.bad = 0, 0, 0
         self.lanes: list[ModelState | None] = []  # carried memories, one entry per micro-batch
