@@ -13,6 +13,8 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -23,21 +25,41 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "src"))
 from titanmem.bench.ops import MemoryCase, MemoryProblem, check, low_dtype
 from titanmem.bench.timing import interleaved
 
-RESULTS = Path(__file__).parent / "results" / "kernels.json"
+RESULTS = Path(__file__).parent / "results"
+# batch, tokens, heads, width, hidden, chunk[, depth]: every kernel in every way that it is compiled
+SHAPES: list[tuple[int, ...]] = [
+    (2, 192, 2, 64, 64, 64), (2, 192, 2, 64, 128, 64), (2, 192, 2, 64, 256, 64),  # whole tiles
+    (2, 200, 2, 64, 64, 64), (2, 321, 3, 64, 128, 64), (1, 256, 2, 64, 256, 64), (2, 30, 2, 64, 64, 64),
+    (2, 300, 2, 64, 256, 128), (64, 130, 2, 64, 64, 16), (2, 600, 2, 128, 256, 256), (2, 200, 2, 128, 512, 64),
+    (2, 100, 2, 48, 80, 32), (2, 333, 2, 64, 64, 64, 1), (2, 256, 2, 128, 128, 64, 1), (2, 300, 2, 32, 32, 128, 1),
+]  # fmt: skip
+SMALL: list[tuple[int, ...]] = [(1, 40, 2, 16, 32, 16), (1, 33, 1, 16, 16, 16, 1)]
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def check_cases(cases: list[MemoryCase]) -> bool:
-    """Whether all errors are at most twice plain torch's."""
-    good = True
-    for case in cases:
-        for dtype in (torch.float32, low_dtype()):
-            right, ratio, worst = check(MemoryProblem(case, DEVICE), dtype)
-            good &= right
-            print(
-                f"{'ok ' if right else 'BAD'} {case}, {dtype}: worst {worst:.1e}, {ratio:.2f}× plain torch", flush=True
-            )
-    return good
+def check_case(case: MemoryCase, dtype: torch.dtype) -> dict[str, Any]:
+    """How the kernels' errors of a case compare with plain torch's."""
+    right, ratio, worst = check(MemoryProblem(case, DEVICE), dtype)
+    return {
+        "case": str(case),
+        "dtype": str(dtype).removeprefix("torch."),
+        "right": right,
+        "ratio": ratio,
+        "worst": worst,
+    }
+
+
+def check_cases(cases: list[MemoryCase], jobs: int) -> list[dict[str, Any]]:
+    """All cases in float32 and in 16 bits, each compiled in a process of its own."""
+    calls = [(case, dtype) for case in cases for dtype in (torch.float32, low_dtype())]
+    found = []
+    with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
+        for one in pool.map(check_case, *zip(*calls, strict=True)):
+            verdict = "ok " if one["right"] else "BAD"
+            shown = f"{one['case']}, {one['dtype']}: worst {one['worst']:.1e}, {one['ratio']:.2f}× plain torch"
+            print(verdict, shown, flush=True)
+            found.append(one)
+    return found
 
 
 def by_kernel(work: Callable[[], object], runs: int = 5) -> dict[str, float]:
@@ -100,23 +122,27 @@ def choices() -> Iterator[tuple[int, int]]:
     yield from ((warps, stages) for warps in (4, 8) for stages in (1, 2, 3))
 
 
+def write(name: str, found: dict[str, Any]) -> None:
+    (RESULTS / name).write_text(json.dumps(found, indent=1) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["check", "time", "tune"])
     parser.add_argument("--small", action="store_true", help="tiny shapes")
+    parser.add_argument("--jobs", type=int, default=12, help="cases that are checked at a time")
     arguments = parser.parse_args()
+    about = {"gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None, "torch": torch.__version__}
     if arguments.what == "check":
-        shapes: list[tuple[int, ...]] = [(2, 200, 2, 64, 64, 64), (2, 321, 3, 64, 128, 64), (1, 512, 2, 64, 256, 64)]
-        shapes += [(2, 300, 2, 64, 256, 128), (64, 130, 2, 64, 64, 16), (2, 600, 2, 128, 256, 256)]
-        shapes += [(2, 100, 2, 48, 80, 32), (2, 333, 2, 64, 64, 64, 1), (2, 256, 2, 128, 128, 64, 1)]
-        if arguments.small:
-            shapes = [(1, 40, 2, 16, 32, 16), (1, 33, 1, 16, 16, 16, 1)]
-        sys.exit(0 if check_cases([MemoryCase(*shape) for shape in shapes]) else 1)
+        cases = [MemoryCase(*shape) for shape in (SMALL if arguments.small else SHAPES)]
+        found = check_cases(cases, 1 if arguments.small else arguments.jobs)
+        if not arguments.small:
+            write("kernel_checks.json", {"machine": about, "cases": found})
+        sys.exit(0 if all(one["right"] for one in found) else 1)
     full = [MemoryCase(8, 4096, hidden=hidden) for hidden in (64, 128, 256)]
     if arguments.what == "time":
         found = time_cases([*full, MemoryCase(8, 4096, hidden=256, chunk=128), MemoryCase(1, 32768)])
-        about = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
-        RESULTS.write_text(json.dumps({"machine": about, "cases": found}, indent=1) + "\n")
+        write("kernels.json", {"machine": about, "cases": found})
     else:
         tune(full)
 

@@ -126,7 +126,7 @@ def solve(
             outputs.append(y)
     results = [torch.cat(outputs, 1), *fast.weight, *fast.surprise]
     generator = torch.Generator().manual_seed(1)
-    total = sum((x * torch.randn(x.shape, generator=generator, dtype=x.dtype)).sum() for x in results)
+    total = sum((x * torch.randn(x.shape, generator=generator, dtype=x.dtype).to(x.device)).sum() for x in results)
     grads = torch.autograd.grad(total, leaves, allow_unused=True)
     zeros = [torch.zeros_like(x) if g is None else g for x, g in zip(leaves, grads, strict=True)]
     return [x.detach() for x in results] + zeros

@@ -14,6 +14,7 @@ from ops.test_kernels import check
 from titanmem.ops import backend
 
 SHARED_MEMORY = 232_448  # bytes that one program can have on an H100 or H200
+INTEGERS = {"pieces"}
 COUNTS = {"tokens", "heads", "count", "lines"}
 BF16 = {"blends", "grad_blend", "states", "parts"}
 TILES = {"q", "k", "v", "y", "at", "tape", "blend", "grad_y", "grad_q", "grad_k", "grad_v"}
@@ -33,6 +34,8 @@ def compile_all() -> None:
             return f"tensordesc<bf16[64, 64],{SHARED!r}>"
         if name in COUNTS:
             return "i32"
+        if name in INTEGERS:
+            return "*i32"
         return "fp32" if name == "clip" else "*bf16" if name in BF16 else "*fp32"
 
     narrow = [hopper.write_chunks, hopper.read_chunks, hopper_backward.retrace_chunks, hopper_backward.pull_chunks]
@@ -69,6 +72,20 @@ def test_kernels_compile_for_hopper_and_fit_its_shared_memory():
 @pytest.mark.parametrize("how", [{}, {"residual": False, "clip": 0.0}], ids=["default", "bare"])
 def test_as_exact_as_plain_torch(hidden, how):
     check(torch.bfloat16, 64, tokens=192, width=64, hidden=hidden, norm=not how, how=how)
+
+
+@pytest.mark.skipif(not backend.hopper(), reason="needs a Hopper GPU")
+@pytest.mark.parametrize("hidden", [64, 128, 256])
+def test_documents_on_chunk_borders(hidden):
+    starts = torch.zeros(3, 320, dtype=torch.bool)
+    starts[0, 64] = starts[0, 256] = starts[1, 0] = starts[1, 192] = True
+    check(torch.bfloat16, 64, batch=3, tokens=320, width=64, hidden=hidden, fresh=True, how={"starts": starts})
+
+
+@pytest.mark.skipif(not backend.hopper(), reason="needs a Hopper GPU")
+def test_whole_chunks_and_what_is_left():
+    check(torch.bfloat16, 64, tokens=150, width=64, hidden=64)
+    check(torch.bfloat16, 64, tokens=200, width=64, hidden=64, how={"cuts": (70, 135)})
 
 
 @pytest.mark.skipif(not backend.hopper(), reason="needs a Hopper GPU")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -38,12 +38,11 @@ def training_step(config: TitansConfig, rows: int, length: int, device: torch.de
 
 
 def bench_train(
-    names: Sequence[str], shapes: Sequence[tuple[int, int]], device: torch.device, repeats: int, **changes: Any
+    models: Mapping[str, TitansConfig], shapes: Sequence[tuple[int, int]], device: torch.device, repeats: int
 ) -> Iterator[dict[str, Any]]:
-    """Tokens per second and peak memory of models by name ("mac-340m") at rows × length."""
+    """Tokens per second and peak memory of models, and of the peers' models, at rows × length."""
     for rows, length in shapes:
-        for name in names:
-            config = TitansConfig.from_name(name, **changes)
+        for name, config in models.items():
             work = training_step(config, rows, length, device)
             timing = interleaved({name: work}, device, repeats)[name]
             speed = rows * length / timing.median * 1e3

@@ -72,12 +72,20 @@ def _ops(arguments: argparse.Namespace, device: Any, size: str) -> Iterator[dict
 def _train(arguments: argparse.Namespace, device: Any, size: str) -> Iterator[dict[str, Any]]:
     from titanmem.bench.models import bench_train
     from titanmem.blocks import BLOCKS
+    from titanmem.models.language import TitansConfig
 
     most = arguments.tokens or (32_768 if device.type == "cuda" else 512)
     total = most if device.type == "cuda" else 1024
     lengths = [length for length in (256, 512, 2048, 4096, 8192, 16_384, 32_768) if length <= most]
     shapes = [(total // length, length) for length in (lengths[-5:] if device.type == "cuda" else lengths)]
-    return bench_train([f"{block}-{size}" for block in BLOCKS], shapes, device, arguments.repeats)
+    models = {f"{block}-{size}": TitansConfig.from_name(f"{block}-{size}") for block in BLOCKS}
+    if device.type == "cuda":
+        models |= {
+            f"{block}-{size}, hidden 1×": TitansConfig.from_name(f"{block}-{size}", memory={"expansion": 1})
+            for block in BLOCKS
+            if block != "attention"
+        }
+    return bench_train(models, shapes, device, arguments.repeats)
 
 
 def _decode(arguments: argparse.Namespace, device: Any, size: str) -> Iterator[dict[str, Any]]:

@@ -13,7 +13,7 @@ import torch
 _FORMS: dict[str, dict[str, str]] = {
     "memory": {
         "chunked": "exact parallel form in plain torch, any device, depth and dtype",
-        "triton": "the same in GPU kernels; by itself only on Hopper GPUs and for the shapes that were checked there",
+        "triton": "the same in GPU kernels; by itself only on Hopper GPUs, where they were checked",
         "reference": "token loop, the specification; slow, for tests and reading",
     },
     "streams": {
@@ -80,11 +80,6 @@ def explain(operation: str) -> tuple[str, str]:
     if operation == "memory" and not interpreted() and hopper():
         default = "triton"
     return default, _FORMS[operation][default]
-
-
-def asked(operation: str) -> bool:
-    """Whether `titanmem.backend` has been asked for a form."""
-    return operation in _asked
 
 
 def choose(operation: str) -> str:

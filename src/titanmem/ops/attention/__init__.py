@@ -69,6 +69,10 @@ def window_attention(
         from titanmem.ops.attention.flex import flex_window
 
         return flex_window(q, plain_q, k, v, window_len, prefix, visible, document)
+    plain = prefix is None and visible is None and document is None and older == 0
+    if form == "sdpa" and plain and (window_len is None or tokens <= window_len):
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
     if form == "reference" or window_len is None or tokens <= window_len:
         rows = torch.arange(tokens, device=q.device).unsqueeze(1) + older
         mask = _window_mask(rows, torch.arange(entries, device=q.device), window_len).unsqueeze(0)

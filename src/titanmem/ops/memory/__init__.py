@@ -88,23 +88,16 @@ def memory(
             residual=residual, clip=clip, lengths=lengths, starts=starts, fresh=fresh, at_border=not pends,
         )  # fmt: skip
     if _is_step(q, k, v, gates, fast, gain, lengths, starts):
-        kernel = (
-            backend.asked("memory")
-            and choice == "triton"
-            and support.why_not(q, gates.channels, fast.start_weight, chunk_len) is None
-        )
+        kernel = choice == "triton" and support.why_not(q, gates.channels, fast.start_weight, chunk_len) is None
         with torch.autocast(q.device.type, enabled=False):
             return memory_step(q, k, v, gates.stacked(), fast, gain, chunk_len, residual, clip, kernel)
     how = dict(gain=gain, chunk_len=chunk_len, residual=residual, clip=clip, fresh=fresh)
-    if not backend.asked("memory"):  # by itself only what was checked on a GPU
-        checked = fast.pending is None and support.whole_tiles(q, [*fast.start_weight] * 2, chunk_len, lengths, starts)
-        choice = choice if checked else "chunked"
     if choice == "triton":
         why = support.why_not(q, gates.channels, fast.start_weight, chunk_len)
         if why is not None:
             support.say_once(why)
             choice = "chunked"
-        elif (first := support.first_piece(q, fast, starts, chunk_len)) is not None:
+        elif (first := support.first_piece(q, fast, lengths, starts, chunk_len)) is not None:
             return _in_two(first, q, k, v, gates, fast, lengths, starts, how)
     call, graded = _flat_call(q, k, v, gates, fast, gain, chunk_len, residual, clip, lengths, starts, fresh)
     form = "triton" if choice == "triton" and fast.pending is None else "chunked"

@@ -93,14 +93,15 @@ def scan(
     keep: bool,
     form: str,
 ) -> list[Tensor]:
+    weight = state[: len(state) // 2]
     if runs_kernels(form, starts, chunk_len):
         from titanmem.ops.memory.kernels import launch
 
         call = launch.Call(q, k, v, gates, state, fresh, gain, lengths, starts, chunk_len, residual, clip)
-        if whole_tiles(q, state, chunk_len, lengths, starts):
+        if whole_tiles(q, weight, chunk_len, lengths):
             from titanmem.ops.memory.kernels import hopper_launch
 
-            return hopper_launch.forward(call, keep and keeps_states(state))
+            return hopper_launch.forward(call, keep and keeps_states(weight, starts))
         return launch.forward(call, leaves_pending(q.shape[1], chunk_len, offset, lengths, starts))
     laid, carry = open_scan(
         q, k, v, gates, state, pending, offset, fresh, gain, lengths, starts, count, chunk_len, residual, clip
@@ -140,14 +141,15 @@ def _(
     out = [torch.empty_like(q, memory_format=torch.contiguous_format)]
     out += [x.new_empty(x.shape) for x in state]
     depth = len(state) // 2
+    weight = state[:depth]
     if leaves_pending(tokens, chunk_len, offset, lengths, starts):
-        out += [q.new_empty(shape, dtype=state[0].dtype) for shape in pending_shapes(state[:depth], chunk_len)]
+        out += [q.new_empty(shape, dtype=state[0].dtype) for shape in pending_shapes(weight, chunk_len)]
         out.append(q.new_empty(batch, dtype=torch.int64))
     if keep and form == "chunked":
         width = slot_width(tokens, chunk_len, count, offset, starts)
-        kept = Kept.room(state[:depth], batch * heads, count, width, chunk_len)
+        kept = Kept.room(weight, batch * heads, count, width, chunk_len)
         out += kept.states + kept.products
-    if keep and form == "triton" and keeps_states(state) and whole_tiles(q, state, chunk_len, lengths, starts):
+    if keep and form == "triton" and keeps_states(weight, starts) and whole_tiles(q, weight, chunk_len, lengths):
         rows = batch * heads
         out.append(q.new_empty(rows, tokens, 4 * state[0].shape[-1]))
         out += [state[0].new_empty(rows, count, 2, size, chunk_len) for size in (1, 2)]
@@ -209,7 +211,7 @@ def scan_grads(
         from titanmem.ops.memory.kernels import launch
 
         call = launch.Call(q, k, v, gates, state, fresh, gain, lengths, starts, chunk_len, residual, clip)
-        if whole_tiles(q, state, chunk_len, lengths, starts):
+        if whole_tiles(q, state[: len(state) // 2], chunk_len, lengths):
             from titanmem.ops.memory.kernels import hopper_launch
 
             return hopper_launch.backward(call, grad_y, grad_state, kept)

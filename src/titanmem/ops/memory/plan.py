@@ -11,12 +11,15 @@ stays pending. A whole row needs no table at all, so the common case (training) 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
+
+Found = TypeVar("Found")
 
 
 @dataclass
@@ -188,20 +191,58 @@ def _plan_grid(tokens: int, chunk_len: int, count: int, before: Tensor, lengths:
 _looked: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # all layers of a model ask about the same tensor
 
 
-def on_borders(starts: Tensor, length: int) -> bool:
-    """Whether documents begin on multiples of `length` only. The answer is kept: asking a GPU means waiting for it."""
+def look(starts: Tensor, length: int, ask: Callable[[Tensor, int], Found]) -> Found:
+    """`ask(starts, length)`. The answer is kept: asking a GPU means waiting for it."""
     if torch.compiler.is_compiling():
-        return _on_borders(starts, length)
-    known: dict[tuple[int, int], bool] = _looked.setdefault(starts, {})
-    key = (length, starts._version)
+        return ask(starts, length)
+    known: dict[Any, Found] = _looked.setdefault(starts, {})
+    key = (ask, length, starts._version)
     if key not in known:
-        known[key] = _on_borders(starts, length)
+        known[key] = ask(starts, length)
     return known[key]
+
+
+def on_borders(starts: Tensor, length: int) -> bool:
+    """Whether documents begin on multiples of `length` only."""
+    return look(starts, length, _on_borders)
 
 
 def _on_borders(starts: Tensor, length: int) -> bool:
     columns = torch.arange(starts.shape[1], device=starts.device) % length == 0
     return not bool((starts & ~columns).any())
+
+
+@dataclass
+class Pieces:
+    """Rows cut where documents begin, on chunk borders: S pieces, the longest first."""
+
+    table: Tensor  # [S, 3] int32: row, first chunk, the chunk after the last
+    row: Tensor  # [S]
+    fresh: Tensor  # [S] bool: begins from a fresh state
+    opening: Tensor  # [B] the piece that a row begins with
+    closing: Tensor  # [B] the piece that a row ends with
+
+
+def cut_pieces(starts: Tensor, length: int) -> Pieces:
+    """The pieces of rows of whole chunks."""
+    return look(starts, length, _cut_pieces)
+
+
+def _cut_pieces(starts: Tensor, length: int) -> Pieces:
+    begins = starts[:, ::length].clone()
+    count = begins.shape[1]
+    begins[:, 0] = True
+    row, first = begins.nonzero().unbind(1)
+    after = torch.cat([first[1:], first.new_zeros(1)])
+    after = torch.where(after == 0, count, after)
+    order = (first - after).argsort(stable=True)
+    row, first, after = row[order], first[order], after[order]
+    pieces = torch.arange(len(row), device=row.device)
+    opening, closing = pieces.new_empty(2, len(starts))
+    opening[row[first == 0]] = pieces[first == 0]
+    closing[row[after == count]] = pieces[after == count]
+    table = torch.stack([row, first, after], 1).to(torch.int32).contiguous()
+    return Pieces(table, row, starts[row, first * length], opening, closing)
 
 
 def _plan_whole(

@@ -39,19 +39,21 @@ def why_not(q: Tensor, channels: bool, weight: Sequence[Tensor], chunk_len: int)
     return None
 
 
-def whole_tiles(
-    q: Tensor, state: Sequence[Tensor], chunk_len: int, lengths: Tensor | None, starts: Tensor | None
-) -> bool:
-    """Whether a call of the kernels is the case that the Hopper kernels are made for."""
-    plain = lengths is None and starts is None and q.shape[1] % chunk_len == 0
-    square = len(state) == 4 and chunk_len == q.shape[-1] == 64 and state[0].shape[-1] in (64, 128, 256)
-    return plain and square and q.dtype == torch.bfloat16 and q.is_cuda and backend.hopper()
+def square_tiles(q: Tensor, weight: Sequence[Tensor], chunk_len: int) -> bool:
+    """Whether the Hopper kernels are made for a memory: all its tiles are 64 × 64."""
+    square = len(weight) == 2 and chunk_len == q.shape[-1] == 64 and weight[0].shape[-1] in (64, 128, 256)
+    return square and q.dtype == torch.bfloat16 and q.is_cuda and backend.hopper()
 
 
-def keeps_states(state: Sequence[Tensor]) -> bool:
+def whole_tiles(q: Tensor, weight: Sequence[Tensor], chunk_len: int, lengths: Tensor | None) -> bool:
+    """Whether a call of the kernels takes the Hopper kernels; documents begin on chunk borders in both."""
+    return lengths is None and q.shape[1] % chunk_len == 0 and square_tiles(q, weight, chunk_len)
+
+
+def keeps_states(weight: Sequence[Tensor], starts: Tensor | None) -> bool:
     """Whether the Hopper kernels keep the state at every chunk's start: as much memory as q, k, v and y for each 64
-    hidden units."""
-    return state[0].shape[-1] <= 128
+    hidden units. Not where documents begin: whether on chunk borders is unknown while a call is compiled."""
+    return starts is None and weight[0].shape[-1] <= 128
 
 
 @cache
@@ -60,11 +62,17 @@ def say_once(why: str) -> None:
     logging.getLogger("titanmem").warning("the memory runs in plain torch, not in kernels: %s", why)
 
 
-def first_piece(q: Tensor, fast: FastWeights, starts: Tensor | None, chunk_len: int) -> int | None:
+def first_piece(
+    q: Tensor, fast: FastWeights, lengths: Tensor | None, starts: Tensor | None, chunk_len: int
+) -> int | None:
     """How many tokens to run apart, so that the rest begins on a border and is not too long; None: all in one call.
 
-    A row in the middle of a chunk first finishes it, if all rows stand at the same place."""
+    A row in the middle of a chunk first finishes it, if all rows stand at the same place. What is left after the last
+    whole chunk runs apart where the chunks before it can have the Hopper kernels."""
     tokens = q.shape[1]
+    left = tokens % chunk_len
+    if fast.pending is None and lengths is None and 0 < left < tokens and square_tiles(q, fast.start_weight, chunk_len):
+        return tokens - left
     if torch.compiler.is_compiling() or starts is not None:
         return None
     if fast.pending is not None:

@@ -19,9 +19,11 @@ DEFAULT: dict[str, tuple[int, int]] = {  # (num_warps, num_stages)
 _tried: dict[str, tuple[int, int]] = {}
 
 
-def options(kernel: str) -> dict[str, int]:
-    """Launch options of a kernel."""
+def options(kernel: str, width: int = 64) -> dict[str, int]:
+    """Launch options of a kernel; two stages of heads wider than 64 do not fit into shared memory."""
     warps, stages = _tried.get(kernel, DEFAULT[kernel])
+    if width > 64:
+        stages = 1
     return {"num_warps": warps, "num_stages": stages}
 
 

@@ -8,10 +8,11 @@ cores read them and from where the copy engine writes out what later kernels nee
     tape    0 X₂  1 D₁  2 D₂  3 φ'(Z₁)  4 φ''(Z₁) ∘ E₁  5 ẑ; the reads' part of the gradients of
             6 X₁  7 D₁  8 X₂  9 D₂  10 W₁  11 S₁  12 W₂  13 S₂
 
-    write_chunks     the key side, one program per sequence and head
+    write_chunks     the key side, one program per piece and head
     read_chunks      the query side, one program per chunk
 
-`hopper_backward.py` is the way back, `hopper_tiles.py` what all of them are made of.
+A piece is a document, or the part of one that a sequence holds: `pieces` lists sequence, first chunk and the chunk
+after the last. `hopper_backward.py` is the way back, `hopper_tiles.py` what all of them are made of.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ from titanmem.ops.memory.kernels.hopper_tiles import (
     last_rows,
     last_shares,
     normalise,
+    piece_of,
     product,
     put,
     square_offsets,
@@ -54,12 +56,11 @@ from titanmem.ops.memory.kernels.hopper_tiles import (
 
 @gluon.jit
 def write_chunks(
-    k, v, step, gain, shares, w1, s1, w2, s2, at, tape, norms, steps,
+    k, v, pieces, step, gain, shares, w1, s1, w2, s2, at, tape, norms, steps,
     tokens, heads, count, lines, clip, NORM: gl.constexpr, RESIDUAL: gl.constexpr, CLIP: gl.constexpr,
 ):  # fmt: skip
     row = gl.program_id(0)
-    head = row % heads
-    line = row // heads * tokens
+    head, line, start, first, last = piece_of(pieces, row, heads, tokens, count)
     K, V, W1, W2, S1, S2 = two_tiles(), two_tiles(), tile(), tile(), tile(), tile()
     X2, D1, D2, KW, KC, DW, DC = tile(), tile(), tile(), tile(), tile(), tile(), tile()
     bars = barriers(2)
@@ -68,11 +69,11 @@ def write_chunks(
     weight1, surprise1 = gl.load(w1 + square), gl.load(s1 + square)
     weight2, surprise2 = gl.load(w2 + square), gl.load(s2 + square)
     scale = gain_row(gain, head, NORM)
-    fetch_token_tiles(k, v, K, V, bars, 0, line, head, True)
+    fetch_token_tiles(k, v, K, V, bars, 0, first, line, head, True)
 
-    for chunk in range(count):
-        turn = chunk % 2
-        place = row * count + chunk
+    for chunk in range(first, last):
+        turn = (chunk - first) % 2
+        place = start + chunk
         long = place.to(gl.int64)
         tma.store_wait(0)
         put(W1, weight1)
@@ -88,8 +89,8 @@ def write_chunks(
         share = shares + long * 10 * C
         carried1, written1, carried2, written2 = last_rows(share)
         share1, drift1, carry1, share2, drift2, carry2 = last_shares(share)
-        mbarrier.wait(bars.index(turn), (chunk // 2) & 1)
-        fetch_token_tiles(k, v, K, V, bars, chunk + 1, line, head, chunk + 1 < count)
+        mbarrier.wait(bars.index(turn), ((chunk - first) // 2) & 1)
+        fetch_token_tiles(k, v, K, V, bars, 1 - turn, chunk + 1, line, head, chunk + 1 < last)
 
         z = product(K.index(turn), W1)
         cdf, pdf = cdf_pdf(z)

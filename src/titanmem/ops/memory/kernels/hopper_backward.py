@@ -33,6 +33,7 @@ from titanmem.ops.memory.kernels.hopper_tiles import (
     load_norms,
     norm_pullback,
     normalise,
+    piece_of,
     product,
     put,
     square_offsets,
@@ -280,7 +281,7 @@ def fetch_weights(at, tape, lines, SL, W1, W2, PX1, bar, line, there):
 
 @gluon.jit
 def write_chunks_backward(
-    k, v, gain, shares, steps, norms, at, tape, states, inv_stds, alongs, parts,
+    k, v, pieces, gain, shares, steps, norms, at, tape, states, inv_stds, alongs, parts,
     grad_steps, grad_shares, grad_ends, grad_w1, grad_s1, grad_w2, grad_s2, grad_k, grad_v, grad_gain,
     tokens, heads, count, lines, clip, NORM: gl.constexpr, RESIDUAL: gl.constexpr, CLIP: gl.constexpr,
 ):  # fmt: skip
@@ -288,8 +289,7 @@ def write_chunks_backward(
     [N, D], and in grad_w*, grad_s* the gradients of the state after the call become those of the state before it.
     `states` and `parts` are `at` and `tape` as pointers."""
     row = gl.program_id(0)
-    head = row % heads
-    first = row // heads * tokens
+    head, line, place, first, after = piece_of(pieces, row, heads, tokens, count)
     K, X2, D1, D2 = two_tiles(), two_tiles(), two_tiles(), two_tiles()
     V, SL, BE, UN, W1, W2, PX1, PX2, PD1, PD2 = (
         tile(), tile(), tile(), tile(), tile(), tile(), tile(), tile(), tile(), tile(),
@@ -306,19 +306,17 @@ def write_chunks_backward(
     scale = gain_row(gain, head, NORM)
     kind = lines.to(gl.int64) * C
     to_gain = zeros()
-    place = row * count + count - 1
-    line = first + (count - 1) * C
+    place += after - 1
+    line += (after - 1) * C
     fetch_factors(k, tape, lines, K, X2, D1, D2, bars.index(0), 0, line, head, place, True)
     fetch_parts(tape, lines, PD1, PX2, PD2, bars.index(2), place * C, True)
     fetch_weights(at, tape, lines, SL, W1, W2, PX1, bars.index(4), place * C, True)
     fetch_error(v, tape, lines, V, BE, UN, bars.index(3), line, head, place * C, True)
 
-    for back in range(count):
-        place = row * count + count - 1 - back
-        line = first + (count - 1 - back) * C
+    for back in range(after - first):
         long = place.to(gl.int64)
         turn = back % 2
-        more = back + 1 < count
+        more = back + 1 < after - first
         put(GW1, to_weight1)
         put(GS1, to_surprise1)
         put(GW2, to_weight2)
@@ -417,6 +415,8 @@ def write_chunks_backward(
         fence_async_shared()
         tma.async_copy_shared_to_global(grad_k, [line, head * C], GK)
         fetch_weights(at, tape, lines, SL, W1, W2, PX1, bars.index(4), place * C - C, more)
+        place -= 1
+        line -= C
     tma.store_wait(0)
     gl.store(grad_w1 + state, to_weight1)
     gl.store(grad_s1 + state, to_surprise1)

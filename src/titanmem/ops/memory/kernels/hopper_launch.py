@@ -5,6 +5,7 @@ memory with many hidden units writes its keys a second time instead (`support.ke
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from titanmem.ops.memory.kernels import hopper, hopper_backward, hopper_wide, hopper_wide_backward
 from titanmem.ops.memory.kernels.hopper_tiles import SHARED, TILE, WARPS
 from titanmem.ops.memory.kernels.launch import Call, gates_backward, state_and_gain_grads
+from titanmem.ops.memory.plan import Pieces, cut_pieces
 
 
 def tiles(x: Tensor) -> Any:
@@ -44,21 +46,91 @@ def clipping(call: Call) -> dict[str, Any]:
     return {"clip": call.writing["clip"], "CLIP": call.writing["CLIP"]}
 
 
+def pieces_of(call: Call) -> Pieces | None:
+    """Where documents cut the rows; None: nowhere."""
+    return None if call.starts is None else cut_pieces(call.starts, call.shape.chunk)
+
+
+@cache
+def whole_rows(batch: int, count: int, device: torch.device) -> Tensor:
+    """The table of pieces where each is a row."""
+    return torch.tensor([[row, 0, count] for row in range(batch)], dtype=torch.int32, device=device)
+
+
+def piece_table(call: Call) -> tuple[Tensor, tuple[int]]:
+    """The pieces of a call and the grid of the kernels that go through them."""
+    pieces, s = pieces_of(call), call.shape
+    table = whole_rows(s.batch, s.count, call.q.device) if pieces is None else pieces.table
+    return table, (len(table) * s.heads,)
+
+
+def begin_states(call: Call) -> list[Tensor]:
+    """The state that every piece begins with, [S · H, I, O]; the kernels write into it."""
+    pieces = pieces_of(call)
+    if pieces is None:
+        return [x.flatten(0, 1).clone() for x in call.state]
+    fresh = pieces.fresh[:, None, None, None]
+    held = zip(call.state, call.fresh, strict=True)
+    return [torch.where(fresh, new, x[pieces.row]).flatten(0, 1) for x, new in held]
+
+
+def end_states(call: Call, after: list[Tensor]) -> list[Tensor]:
+    """The state that every row ends with, [B, H, I, O]."""
+    pieces = pieces_of(call)
+    states = [x.unflatten(0, (-1, call.shape.heads)) for x in after]
+    return states if pieces is None else [x[pieces.closing] for x in states]
+
+
+def end_grads(call: Call, grad_state: list[Tensor]) -> list[Tensor]:
+    """`end_states`, backwards."""
+    pieces = pieces_of(call)
+    if pieces is None:
+        return [x.flatten(0, 1).float().clone() for x in grad_state]
+    every = [x.new_zeros(len(pieces.row), *x.shape[1:], dtype=torch.float32) for x in grad_state]
+    for into, grad in zip(every, grad_state, strict=True):
+        into[pieces.closing] = grad.float()
+    return [x.flatten(0, 1) for x in every]
+
+
+def begin_grads(call: Call, grads: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """`begin_states`, backwards: gradients of the state [B · H, I, O] and of the fresh state [H, I, O]."""
+    pieces = pieces_of(call)
+    if pieces is None:
+        return grads, []
+    laid = [x.unflatten(0, (-1, call.shape.heads)) for x in grads]
+    fresh = pieces.fresh[:, None, None, None]
+    begun = pieces.fresh[pieces.opening][:, None, None, None]
+    to_state = [torch.where(begun, 0, x[pieces.opening]).flatten(0, 1) for x in laid]
+    return to_state, [torch.where(fresh, x, 0).sum(0) for x in laid]
+
+
+def blank_pending(call: Call) -> list[Tensor]:
+    """Rows that end on a border, as the state spells them out where documents begin: inputs, errors, mixes, offset."""
+    s = call.shape
+    inner = [s.width, s.hidden, s.hidden, s.width]
+    out = [x.new_zeros(s.batch, s.heads, s.chunk, size) for x, size in zip(call.state, inner, strict=True)]
+    mix = call.state[0].new_zeros(s.batch, s.heads, 2, s.chunk + 2)
+    mix[:, :, 0, 0] = mix[:, :, 1, 1] = 1
+    offset = torch.zeros(s.batch, dtype=torch.int64, device=mix.device)
+    return [*out, mix, mix.clone(), offset]
+
+
 def write(call: Call, tape: Any) -> tuple[list[Tensor], list[Tensor]]:
-    """The key side: the state after the call, and states at the chunks' starts, clipped steps and norms."""
-    w1, w2, s1, s2 = after = [x.flatten(0, 1).clone() for x in call.state]
+    """The key side: the states after all pieces, and states at the chunks' starts, clipped steps and norms."""
+    w1, w2, s1, s2 = after = begin_states(call)
     states, steps, norms = call.slots(4 * slices(call) * TILE), call.vectors(1), call.vectors(2)
     kernels = hopper if slices(call) == 1 else hopper_wide
     k, v = token_tiles(call.k, call.v)
-    kernels.write_chunks[(call.shape.rows,)](
-        k, v, call.step, call.gain, call.shares, w1, s1, w2, s2, tiles(states.view(-1, TILE)), tape, norms, steps,
-        **sizes(call), **clipping(call),
+    table, grid = piece_table(call)
+    kernels.write_chunks[grid](
+        k, v, table, call.step, call.gain, call.shares, w1, s1, w2, s2, tiles(states.view(-1, TILE)), tape, norms,
+        steps, **sizes(call), **clipping(call),
     )  # fmt: skip
     return after, [states, steps, norms]
 
 
 def forward(call: Call, keep: bool) -> list[Tensor]:
-    """y, weights, surprises[, states at the chunks' starts, clipped steps, norms]."""
+    """y, weights, surprises[, inputs, errors, mixes, offset][, states at the chunks' starts, clipped steps, norms]."""
     s = call.shape
     call.gate(keep=False)
     tape = tiles(call.slots((2 * slices(call) + 1) * TILE).view(-1, TILE))
@@ -70,12 +142,12 @@ def forward(call: Call, keep: bool) -> list[Tensor]:
     kernels.read_chunks[(s.count, s.rows)](
         q, k, call.gain, tiles(call.blend), call.shares, steps, tiles(states.view(-1, TILE)), tape, out, **sizes(call)
     )
-    final = [x.unflatten(0, (-1, s.heads)) for x in after]
-    return [y, *final, *(kept if keep else [])]
+    pending = [] if call.starts is None else blank_pending(call)
+    return [y, *end_states(call, after), *pending, *(kept if keep else [])]
 
 
 def backward(call: Call, grad_y: Tensor, grad_state: list[Tensor], kept: list[Tensor]) -> list[Tensor]:
-    """Gradients of q, k, v, gates, state, gain, in this order."""
+    """Gradients of q, k, v, gates, state, fresh, gain, in this order."""
     s = call.shape
     call.gate(keep=True)
     parts = call.slots((10 * slices(call) + 4) * TILE)
@@ -95,13 +167,15 @@ def backward(call: Call, grad_y: Tensor, grad_state: list[Tensor], kept: list[Te
         hopper_backward.pull_chunks[grid](q, k, given, call.gain, tiles(call.blend), call.blend, *read, **sizes(call))
     else:
         hopper_wide_backward.pull_chunks[grid](q, k, given, call.gain, tiles(call.blend), *read, **sizes(call))
-    gw1, gw2, gs1, gs2 = grad_after = [x.flatten(0, 1).float().clone() for x in grad_state]
-    grad_gain = call.q.new_empty(s.rows, TILE, dtype=torch.float32)
+    gw1, gw2, gs1, gs2 = grad_after = end_grads(call, grad_state)
+    table, pieces = piece_table(call)
+    grad_gain = call.q.new_empty(*pieces, TILE, dtype=torch.float32)
     kernels = hopper_backward if slices(call) == 1 else hopper_wide_backward
-    kernels.write_chunks_backward[(s.rows,)](
-        k, v, call.gain, call.shares, call.steps, norms, at, tape, states, *rows, parts,
+    kernels.write_chunks_backward[pieces](
+        k, v, table, call.gain, call.shares, call.steps, norms, at, tape, states, *rows, parts,
         grad_steps, grad_shares, grad_ends, gw1, gs1, gw2, gs2, grad_k, grad_v, grad_gain,
         **sizes(call), **clipping(call),
     )  # fmt: skip
     grads += gates_backward(call, grad_blend, grad_shares, grad_ends, grad_steps)
-    return grads + state_and_gain_grads(call, grad_after, gain_parts, grad_gain)
+    to_state, to_fresh = begin_grads(call, grad_after)
+    return grads + state_and_gain_grads(call, to_state, gain_parts, grad_gain, to_fresh)

@@ -129,6 +129,16 @@ def norm_pullback(unit, inv_std, grad):
 
 
 @gluon.jit
+def piece_of(pieces, row, heads, tokens, count):
+    """Of a program's piece: the head, the sequence's first line, the place of its first chunk among all chunks, the
+    piece's first chunk and the one after its last."""
+    piece = pieces + row // heads * 3
+    batch, first, last = gl.load(piece), gl.load(piece + 1), gl.load(piece + 2)
+    head = row % heads
+    return head, batch * tokens, (batch * heads + head) * count, first, last
+
+
+@gluon.jit
 def gain_row(gain, head, NORM: gl.constexpr):
     scale = gl.full([C], 1.0, gl.float32, layout=COLUMNS)
     if NORM:
@@ -165,8 +175,7 @@ def zeros():
 
 
 @gluon.jit
-def fetch_token_tiles(k, v, K, V, bars, chunk, line, head, there):
-    turn = chunk % 2
+def fetch_token_tiles(k, v, K, V, bars, turn, chunk, line, head, there):
     bar = bars.index(turn)
     mbarrier.expect(bar, 2 * BYTES, pred=there)
     tma.async_copy_global_to_shared(k, [line + chunk * C, head * C], bar, K.index(turn), pred=there)

@@ -36,6 +36,7 @@ from titanmem.ops.memory.kernels.hopper_tiles import (
     last_rows,
     last_shares,
     normalise,
+    piece_of,
     product,
     put,
     square_offsets,
@@ -69,22 +70,21 @@ def keep(into, x):
 
 @gluon.jit
 def write_chunks(
-    k, v, step, gain, shares, w1, s1, w2, s2, at, tape, norms, steps,
+    k, v, pieces, step, gain, shares, w1, s1, w2, s2, at, tape, norms, steps,
     tokens, heads, count, lines, clip,
     N: gl.constexpr, NORM: gl.constexpr, RESIDUAL: gl.constexpr, CLIP: gl.constexpr,
 ):  # fmt: skip
     row = gl.program_id(0)
-    head = row % heads
-    line = row // heads * tokens
+    head, line, start, first, last = piece_of(pieces, row, heads, tokens, count)
     K, V = two_tiles(), two_tiles()
     W1, W2, X2, D1 = tiles(N), tiles(N), tiles(N), tiles(N)
     D2, KW, KC, DW, DC, S1, S2 = tile(), tile(), tile(), tile(), tile(), tile(), tile()
     bars = barriers(2)
     t = gl.arange(0, C, layout=ROWS)
-    first = row.to(gl.int64) * (C * C * N)
-    wide, square = first + wide_offsets(N), first + square_offsets()
+    state = row.to(gl.int64) * (C * C * N)
+    wide, square = state + wide_offsets(N), state + square_offsets()
     scale = gain_row(gain, head, NORM)
-    fetch_token_tiles(k, v, K, V, bars, 0, line, head, True)
+    fetch_token_tiles(k, v, K, V, bars, 0, first, line, head, True)
     weights1, weights2, surprises1, surprises2 = (), (), (), ()
     for f in gl.static_range(N):
         weights1 += (gl.load(w1 + wide + f * C),)
@@ -92,7 +92,7 @@ def write_chunks(
         surprise1, surprise2 = gl.load(s1 + wide + f * C), gl.load(s2 + square + f * C * C)
         put(W1.index(f), weights1[f])
         put(W2.index(f), weights2[f])
-        spot = (row * count * N + f) * C
+        spot = ((start + first) * N + f) * C
         tma.store_wait(0)
         put(S1, surprise1)
         put(S2, surprise2)
@@ -103,9 +103,9 @@ def write_chunks(
         tma.async_copy_shared_to_global(at, [N * lines + spot, 0], S1)
         tma.async_copy_shared_to_global(at, [3 * N * lines + spot, 0], S2)
 
-    for chunk in range(count):
-        turn = chunk % 2
-        place = row * count + chunk
+    for chunk in range(first, last):
+        turn = (chunk - first) % 2
+        place = start + chunk
         long = place.to(gl.int64)
         spot = place * N * C
         tma.store_wait(0)
@@ -116,8 +116,8 @@ def write_chunks(
         share = shares + long * 10 * C
         carried1, written1, carried2, written2 = last_rows(share)
         share1, drift1, carry1, share2, drift2, carry2 = last_shares(share)
-        mbarrier.wait(bars.index(turn), (chunk // 2) & 1)
-        fetch_token_tiles(k, v, K, V, bars, chunk + 1, line, head, chunk + 1 < count)
+        mbarrier.wait(bars.index(turn), ((chunk - first) // 2) & 1)
+        fetch_token_tiles(k, v, K, V, bars, 1 - turn, chunk + 1, line, head, chunk + 1 < last)
 
         of_x2 = zeros()
         for f in gl.static_range(N):
@@ -180,7 +180,7 @@ def write_chunks(
             put(S1, surprise1)
             put(S2, surprise2)
             fence_async_shared()
-            if chunk + 1 < count:
+            if chunk + 1 < last:
                 tma.async_copy_shared_to_global(at, [N * lines + spot + (N + f) * C, 0], S1)
                 tma.async_copy_shared_to_global(at, [3 * N * lines + spot + (N + f) * C, 0], S2)
         weights1, weights2, surprises1, surprises2 = after_w1, after_w2, after_s1, after_s2

@@ -31,6 +31,7 @@ from titanmem.ops.memory.kernels.hopper_tiles import (
     load_norms,
     norm_pullback,
     normalise,
+    piece_of,
     product,
     put,
     square_offsets,
@@ -218,7 +219,7 @@ def fetch_four(a, b, c, d, A, B, D, E, bar, line_a, line_b, line_c, line_d, ther
 
 @gluon.jit
 def write_chunks_backward(
-    k, v, gain, shares, steps, norms, at, tape, states, inv_stds, alongs, parts,
+    k, v, pieces, gain, shares, steps, norms, at, tape, states, inv_stds, alongs, parts,
     grad_steps, grad_shares, grad_ends, grad_w1, grad_s1, grad_w2, grad_s2, grad_k, grad_v, grad_gain,
     tokens, heads, count, lines, clip,
     N: gl.constexpr, NORM: gl.constexpr, RESIDUAL: gl.constexpr, CLIP: gl.constexpr,
@@ -226,8 +227,7 @@ def write_chunks_backward(
     """As `hopper.write_chunks_backward`, in three passes over the slices of a chunk: what depends on the gradients of
     the state after it, what leads to the last error, what comes back from there."""
     row = gl.program_id(0)
-    head = row % heads
-    first = row // heads * tokens
+    head, start_line, start, first, after = piece_of(pieces, row, heads, tokens, count)
     K, V, D2, UN, PX1, PD2, Z2 = tile(), tile(), tile(), tile(), tile(), tile(), tile()
     A, B, E, F = tile(), tile(), tile(), tile()  # slices of the tape and of the weights, as a pass needs them
     GW1, GS1, GW2, GS2 = tile(), tile(), tile(), tile()
@@ -241,10 +241,9 @@ def write_chunks_backward(
     to_gain = zeros()
     kind = lines.to(gl.int64) * C
     turn = 0
-    for back_ in range(count):
-        chunk = count - 1 - back_
-        place = row * count + chunk
-        line = first + chunk * C
+    for back_ in range(after - first):
+        place = start + after - 1 - back_
+        line = start_line + (after - 1 - back_) * C
         long = place.to(gl.int64)
         spot = place * N * C
         tma.store_wait(0)

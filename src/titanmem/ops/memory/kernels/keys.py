@@ -277,8 +277,8 @@ def write_chunks_backward(
                     to_carried -= tl.sum(along * errors, 1)
                     fold += carried[:, None] * along
                     to_keys = add_dot(to_keys, (errors * carried[:, None]).to(operand), tl.trans(weight), EXACT)
-                    into = grad_d1 + slot * HIDDEN + f + fat
-                    tl.store(into, tl.load(into) - fold)
+                    hidden = grad_d1 + slot * HIDDEN + f + fat
+                    tl.store(hidden, tl.load(hidden) - fold)
                 tl.store(rows1, to_carried)
                 tl.store(rows1 + CHUNK, to_written)
                 into = grad_x1 + slot * D + thin
@@ -296,8 +296,8 @@ def write_chunks_backward(
                         weight = tl.load(grad_s2 + f * D + up).to(operand)
                         along_s = add_dot(along_s, inputs, weight, EXACT)
                         fold = add_dot(fold, (last_f * carried[:, None]).to(operand), tl.trans(weight), EXACT)
-                        into = grad_x2 + slot * HIDDEN + f + fat
-                        tl.store(into, tl.load(into) - fold)
+                        hidden = grad_x2 + slot * HIDDEN + f + fat
+                        tl.store(hidden, tl.load(hidden) - fold)
                     tl.store(rows2, -tl.sum(along_s * last_f, 1))
                     tl.store(rows2 + CHUNK, -tl.sum(along_w * last_f, 1))
                     fold = written[:, None] * along_w + carried[:, None] * along_s
@@ -474,6 +474,7 @@ def clip_step_backward(
         pull_x = pull / tl.maximum(x_norm, 1e-30)
         pull_d = pull / tl.maximum(d_norm, 1e-30)
         grad *= clip * tl.rsqrt(tl.maximum(x_norm * d_norm, clip * clip))
+    tl.debug_barrier()  # every thread that holds a copy of a step's gradient has read it
     tl.store(grad_steps + place * CHUNK + spot, grad)
     return pull_x, pull_d
 

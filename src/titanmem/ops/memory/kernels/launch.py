@@ -79,6 +79,7 @@ class Call:
         )
         self.state, self.fresh = self.pad_state(state), self.pad_state(fresh)
         self.lengths = None if lengths is None else lengths.to(torch.int32)
+        self.starts = starts
         self.resets = None if starts is None else self._resets(starts, lengths, chunk_len)
         self.sizes: dict[str, Any] = dict(
             tokens=tokens, heads=heads, count=s.count, D=padded, HIDDEN=inner, DEPTH=depth, CHUNK=chunk_len,
@@ -185,7 +186,7 @@ class Call:
         query_kernels.read_chunks[(s.count * s.tiles, s.rows)](
             self.q, self.k, self.gain, self.blend, self.shares, self.steps, self.lengths, w1, s1, w2, s2,
             self.x2, self.d1, self.d2, y, self.q2, self.slopes, self.before,
-            **self.sizes, **self.network, KEEP=keep, **options("read_chunks"),
+            **self.sizes, **self.network, KEEP=keep, **options("read_chunks", s.width),
         )  # fmt: skip
         return y
 
@@ -344,7 +345,7 @@ def state_and_gain_grads(
     if into_fresh:
         out += call.trim_state(into_fresh)
     if call.gain is not None:
-        both = (gain_parts.sum(1) + grad_gain).unflatten(0, (-1, heads)).sum(0)
+        both = gain_parts.sum(1).unflatten(0, (-1, heads)).sum(0) + grad_gain.unflatten(0, (-1, heads)).sum(0)
         out.append(both[:, :width].to(call.gain.dtype).contiguous())
     return out
 

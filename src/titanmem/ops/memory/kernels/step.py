@@ -80,6 +80,7 @@ def step_rows(
             weight = tl.load(w2 + matrix + f * WIDTH + up, mask=real[:, None] & inside[None, :], other=0.0)
             back = tl.load(d1 + place * HIDDEN + f + part, mask=real, other=0.0) * tl.sum(weight * error[None, :], 1)
             d1_norm += tl.sum(back * back)
+            tl.debug_barrier()  # every thread that holds a copy has read it
             tl.store(d1 + place * HIDDEN + f + part, back, mask=real)
     tl.debug_barrier()
 
