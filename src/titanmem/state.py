@@ -407,7 +407,7 @@ class WindowState(State):
     `position` [B] counts the tokens seen; the first window_len − 1 − position entries are empty.
     """
 
-    keys: Tensor  # [B, window_len − 1, heads, width], rotated
+    keys: Tensor  # [B, window_len − 1, heads, width], rotated; none before the first token
     values: Tensor
     position: Tensor
 

@@ -180,7 +180,7 @@ class NeuralMemory(nn.Module):
     def _know_gpu(self) -> None:
         """torch.compile cannot ask what the GPU is."""
         if self.out.weight.is_cuda:
-            backend.hopper()
+            backend.look()
 
     @classmethod
     def from_config(cls, config: MemoryConfig) -> NeuralMemory:

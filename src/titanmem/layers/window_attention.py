@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from titanmem.layers.contain import contain
 from titanmem.layers.rotary import rotate
@@ -34,8 +35,7 @@ class WindowAttention(nn.Module):
         """Nothing seen yet."""
         weight = self.qkv.weight
         width = weight.shape[1] // self.num_heads
-        kept = 0 if self.window_len is None else self.window_len - 1
-        empty = weight.new_zeros(batch, kept, self.num_heads, width)
+        empty = weight.new_zeros(batch, 0, self.num_heads, width)
         position = torch.zeros(batch, dtype=torch.int64, device=weight.device)
         return WindowState(empty, empty.clone(), position)
 
@@ -97,10 +97,13 @@ class WindowAttention(nn.Module):
             kept = keys.shape[1] if layout.lengths is None else int(self._after(position, state, layout).max())
         else:
             kept = self.window_len - 1
+        short = kept - keys.shape[1]
+        if short > 0:
+            keys, values = (pad(x, (0, 0, 0, 0, short, 0)) for x in (keys, values))
         if layout.lengths is None:
             last = keys.shape[1] - kept
             return WindowState(keys[:, last:], values[:, last:], position[:, -1] + 1)
-        end = state.keys.shape[1] + layout.lengths  # entries [0, end) are behind the row's next token
+        end = max(short, 0) + state.keys.shape[1] + layout.lengths  # entries [0, end) are behind the row's next token
         index = (end.unsqueeze(1) - kept + torch.arange(kept, device=end.device)).clamp(min=0)
         spread = index[:, :, None, None].expand(-1, -1, *keys.shape[2:])
         return WindowState(keys.gather(1, spread), values.gather(1, spread), self._after(position, state, layout))

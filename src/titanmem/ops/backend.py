@@ -6,7 +6,6 @@ import importlib.util
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
 
 import torch
 
@@ -28,7 +27,7 @@ _FORMS: dict[str, dict[str, str]] = {
 }
 
 _asked: dict[str, str] = {}  # a plain dict: torch.compile guards on its content
-_found: list[bool] = []  # what `hopper` found out, once
+_found: list[tuple[str | None, bool]] = []  # what `look` found out, once
 
 
 def interpreted() -> bool:
@@ -36,28 +35,34 @@ def interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
+def look() -> tuple[str | None, bool]:
+    """Why this machine cannot run the kernels, and whether it runs those for Hopper GPUs. torch.compile cannot find out
+    and takes what is known; a layer asks when it comes to a GPU."""
+    if not _found and not torch.compiler.is_compiling():
+        _found.append((_trouble(), _hopper()))
+    return _found[0] if _found else ("the GPU was not looked at before torch.compile began", False)
+
+
 def machine() -> str | None:
     """Why this machine cannot run the kernels; None if it can."""
+    return look()[0]
+
+
+def hopper() -> bool:
+    """Whether the kernels for Hopper GPUs can run: the GPU is one and Triton has Gluon."""
+    return look()[1]
+
+
+def _trouble() -> str | None:
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
-    return None if interpreted() else _gpu()
-
-
-@cache
-def _gpu() -> str | None:
+    if interpreted():
+        return None
     if not torch.cuda.is_available():
         return "there is no GPU"
     if torch.version.hip is not None or torch.cuda.get_device_capability() < (8, 0):
         return f"{torch.cuda.get_device_name()} is not an NVIDIA GPU of compute capability 8.0 or later"
     return None
-
-
-def hopper() -> bool:
-    """Whether the kernels for Hopper GPUs can run: the GPU is one and Triton has Gluon. torch.compile cannot find out
-    and takes what is known; a layer asks when it comes to a GPU."""
-    if not _found and not torch.compiler.is_compiling():
-        _found.append(_hopper())
-    return bool(_found) and _found[0]
 
 
 def _hopper() -> bool:

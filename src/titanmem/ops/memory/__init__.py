@@ -95,7 +95,8 @@ def memory(
     if choice == "triton":
         why = support.why_not(q, gates.channels, fast.start_weight, chunk_len)
         if why is not None:
-            support.say_once(why)
+            if not torch.compiler.is_compiling():
+                support.say_once(why)
             choice = "chunked"
         elif (first := support.first_piece(q, fast, lengths, starts, chunk_len)) is not None:
             return _in_two(first, q, k, v, gates, fast, lengths, starts, how)
