@@ -16,6 +16,7 @@ from titanmem import ModelState, TitansConfig, TitansLM
 from titanmem.blocks import BLOCKS
 from titanmem.models.cost import parameters, state_bytes
 from titanmem.models.sizes import SIZES
+from titanmem.ops.backend import machine
 
 every_block = pytest.mark.parametrize("case", BLOCK_CASES)
 
@@ -216,6 +217,18 @@ def test_compile_sees_one_node_per_memory_call(case):
     assert_close([logits.detach()], [model(ids)[0].detach()], 1e-4)
     segments = 2 if case == "mac" else 1  # MAC is sequential over its segments
     assert nodes == [2 * segments]  # two layers, three chunks each, no loop unrolled
+
+
+@pytest.mark.skipif(machine() is not None, reason=str(machine()))
+def test_compile_takes_a_model_on_kernels_whole():
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    memory = {"chunk_len": 16, "num_heads": 2, "expansion": 2}
+    model = small_model("lmm", dtype=torch.float32, layers=1, memory=memory).to(device)
+    ids = random_ids(2, 20).to(device)
+    torch._dynamo.reset()
+    with titanmem.backend(memory="triton"):
+        logits, _ = torch.compile(model, fullgraph=True, backend="aot_eager")(ids)
+        assert_close([logits.detach()], [model(ids)[0].detach()], 1e-4)
 
 
 @pytest.mark.parametrize("case", ["mac", "mag", "mal", "lmm"])
