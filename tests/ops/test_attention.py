@@ -7,7 +7,7 @@ import torch
 
 from support import assert_close
 from titanmem import backend
-from titanmem.layers.rotary import rotate
+from titanmem.layers.rotary import Rotary
 from titanmem.ops.attention import Prefix, window_attention
 
 
@@ -58,6 +58,7 @@ def test_every_form_is_the_written_out_softmax(form, window_len, with_prefix, ra
 def test_rotation_depends_on_differences_only_even_after_a_million_tokens():
     generator = torch.Generator().manual_seed(0)
     q, k = torch.randn(2, 1, 1, 1, 64, generator=generator)
-    near = (rotate(q, torch.tensor([[7]]), 1e4) * rotate(k, torch.tensor([[2]]), 1e4)).sum()
-    far = (rotate(q, torch.tensor([[1_000_007]]), 1e4) * rotate(k, torch.tensor([[1_000_002]]), 1e4)).sum()
+    at = lambda position: Rotary(torch.tensor([[position]]), q.shape[-1], 1e4, q.dtype)
+    near = (at(7)(q) * at(2)(k)).sum()
+    far = (at(1_000_007)(q) * at(1_000_002)(k)).sum()
     assert far.item() == pytest.approx(near.item(), abs=1e-4)

@@ -41,7 +41,7 @@ def naive(problem, chunk_len, residual, clip):
                 k, v, q = (x[b, t, h].detach() for x in (problem.k, problem.v, problem.q))
                 grads = torch.autograd.grad(inner_loss(anchor, k, v, gain, residual), anchor)
                 for i, g in enumerate(grads):
-                    step, momentum, forget = (kind[i][b, t, h].detach() for kind in vars(problem.gates).values())
+                    step, momentum, forget = (kind[i][b, t, h].detach() for kind in problem.gates.kinds)
                     size = g.norm()
                     g = g * min(1.0, clip / size) if clip else g
                     surprise[i] = momentum * surprise[i] - step * g

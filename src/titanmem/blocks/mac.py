@@ -25,7 +25,7 @@ from titanmem.config import require
 from titanmem.layers.contain import contain
 from titanmem.layers.neural_memory import Probe
 from titanmem.layers.norm import RMSNorm
-from titanmem.layers.rotary import rotate
+from titanmem.layers.rotary import Rotary
 from titanmem.layers.window_attention import WindowAttention
 from titanmem.ops.attention import Prefix, attend
 from titanmem.ops.layout import Layout
@@ -148,7 +148,8 @@ class MACBlock(Block):
         position = steps if segment is None else segment.offset.unsqueeze(1) + steps
 
         plain_q, k, v = self.window.project(x)
-        q, k = (rotate(y, position, self.config.rope_base) for y in (plain_q, k))
+        rotate = Rotary(position, k.shape[-1], self.config.rope_base, k.dtype)
+        q, k = rotate(plain_q), rotate(k)
         tail = state.read
         if segment is not None and self._has_memory_tokens(segment):
             memory_k, memory_v = segment.memory_keys, segment.memory_values
@@ -156,7 +157,7 @@ class MACBlock(Block):
             recalled, tail = self._recall(x, weight, tail, context.layout)
             memory_k, memory_v = self._project_memory(recalled)
         if self.queries is None:
-            memory_k = rotate(memory_k, position, self.config.rope_base)
+            memory_k = rotate(memory_k)
         new = SegmentState(weight, k, v, memory_k, memory_v, position.expand(batch, -1)[:, -1] + 1)
         whole = segment is None and tokens == self.config.segment_len and context.layout.whole
         held = new if whole else self._append(segment, new, position, context.layout)

@@ -57,6 +57,8 @@ class TokenGates(nn.Module):
             step = step * writes.unsqueeze(-1)
         momentum = c.momentum_max * kinds.pop(0) if c.momentum else torch.zeros_like(step)
         forget = c.forget_min + (1 - c.forget_min) * kinds.pop(0) if c.forget else torch.zeros_like(step)
+        if max(self.widths) == 1:
+            return Gates.per_head(step, momentum, forget)
         return Gates(*(tuple(x.split(self.widths, -1)) for x in (step, momentum, forget)))
 
 

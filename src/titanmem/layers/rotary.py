@@ -6,12 +6,32 @@ import torch
 from torch import Tensor
 
 
-def rotate(x: Tensor, position: Tensor, base: float) -> Tensor:
-    """Rotate pairs (x_i, x_{i + D/2}) of x [B, T, H, D] by position [B or 1, T] · base^(−2i/D)."""
-    half = x.shape[-1] // 2
-    rate = base ** (-torch.arange(half, dtype=torch.float64, device=x.device) / half)
-    angle = (position.to(torch.float64).unsqueeze(-1) * rate).unsqueeze(2)  # [B, T, 1, D/2]
-    high = torch.float64 if x.dtype == torch.float64 else torch.float32
-    cos, sin = angle.cos().to(high), angle.sin().to(high)
-    first, second = x.to(high).chunk(2, -1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
+class Rotary:
+    """Turns pairs (x_i, x_{i + D/2}) of x [B, T, H, D] by position [B or 1, T] · base^(−2i/D)."""
+
+    def __init__(self, position: Tensor, width: int, base: float, dtype: torch.dtype) -> None:
+        self.high = torch.promote_types(dtype, torch.float32)
+        find = _turns_node if torch.compiler.is_compiling() else _turns
+        turns: Tensor = find(position, width // 2, base, self.high)
+        self.cos, self.sin = turns.unsqueeze(3).unbind(2)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        first, second = x.to(self.high).chunk(2, -1)
+        turned = [first * self.cos - second * self.sin, second * self.cos + first * self.sin]
+        return torch.cat(turned, -1).to(x.dtype)
+
+
+def _turns(position: Tensor, half: int, base: float, dtype: torch.dtype) -> Tensor:
+    """Cosines and sines, [B or 1, T, 2, half]."""
+    rate = base ** (-torch.arange(half, dtype=torch.float64, device=position.device) / half)
+    angle = position.to(torch.float64).unsqueeze(-1) * rate
+    return torch.stack([angle.cos(), angle.sin()], 2).to(dtype)
+
+
+# torch.compile would fuse the angles into every use and take them again for each head; an operator it leaves alone
+_turns_node = torch.library.custom_op("titanmem::rotary_turns", _turns, mutates_args=())
+
+
+@_turns_node.register_fake
+def _(position: Tensor, half: int, base: float, dtype: torch.dtype) -> Tensor:
+    return position.new_empty(*position.shape, 2, half, dtype=dtype)

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from titanmem.layers.contain import contain
-from titanmem.layers.rotary import rotate
+from titanmem.layers.rotary import Rotary
 from titanmem.ops.attention import Prefix, window_attention
 from titanmem.ops.layout import Layout
 from titanmem.ops.memory.plan import token_positions
@@ -61,7 +61,8 @@ class WindowAttention(nn.Module):
         x, finite = contain(x)
         q, k, v = self.project(x)
         position = token_positions(state.position, tokens, layout.starts)
-        rotated_q, rotated_k = (rotate(y, position, self.rope_base) for y in (q, k))
+        rotate = Rotary(position, q.shape[-1], self.rope_base, q.dtype)
+        rotated_q, rotated_k = rotate(q), rotate(k)
         keys = torch.cat([state.keys.to(k.dtype), rotated_k], 1)
         values = torch.cat([state.values.to(v.dtype), v], 1)
         kept = state.keys.shape[1]

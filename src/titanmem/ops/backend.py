@@ -21,7 +21,7 @@ _FORMS: dict[str, dict[str, str]] = {
     },
     "attention": {
         "sdpa": "blocks of the window through torch's scaled_dot_product_attention, any device",
-        "flex": "FlexAttention, compiled for the GPU",
+        "flex": "FlexAttention, compiled for the GPU; by itself inside torch.compile, for rows without documents",
         "reference": "one dense mask; for tests and reading",
     },
 }
@@ -85,6 +85,11 @@ def explain(operation: str) -> tuple[str, str]:
     if operation == "memory" and not interpreted() and hopper():
         default = "triton"
     return default, _FORMS[operation][default]
+
+
+def asked(operation: str) -> bool:
+    """Whether `titanmem.backend` has been asked for a form."""
+    return operation in _asked
 
 
 def choose(operation: str) -> str:

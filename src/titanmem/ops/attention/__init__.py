@@ -65,12 +65,15 @@ def window_attention(
     tokens, entries = q.shape[1], k.shape[1]
     older = entries - tokens
     form = backend.choose("attention")
+    bare = visible is None and document is None
+    causal = bare and prefix is None and older == 0 and (window_len is None or tokens <= window_len)
+    if bare and not causal and q.is_cuda and torch.compiler.is_compiling() and not backend.asked("attention"):
+        form = "flex"
     if form == "flex":
         from titanmem.ops.attention.flex import flex_window
 
         return flex_window(q, plain_q, k, v, window_len, prefix, visible, document)
-    plain = prefix is None and visible is None and document is None and older == 0
-    if form == "sdpa" and plain and (window_len is None or tokens <= window_len):
+    if form == "sdpa" and causal:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         return scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
     if form == "reference" or window_len is None or tokens <= window_len:

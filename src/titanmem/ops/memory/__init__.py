@@ -37,20 +37,36 @@ class Gates:
     step: tuple[Tensor, ...]
     momentum: tuple[Tensor, ...]
     forget: tuple[Tensor, ...]
+    whole: tuple[Tensor, Tensor, Tensor] | None = None  # what `per_head` was given
 
     @staticmethod
     def per_head(step: Tensor, momentum: Tensor, forget: Tensor) -> Gates:
         """From three tensors [B, T, H, L]."""
-        return Gates(*(tuple(x.split(1, -1)) for x in (step, momentum, forget)))
+        apart = [tuple(x.split(1, -1)) for x in (step, momentum, forget)]
+        return Gates(apart[0], apart[1], apart[2], (step, momentum, forget))
 
     def stacked(self) -> tuple[Tensor, Tensor, Tensor]:
         """Gates per head as three tensors [B, T, H, L]."""
+        if self.whole is not None:
+            return self.whole
         return torch.cat(self.step, -1), torch.cat(self.momentum, -1), torch.cat(self.forget, -1)
+
+    def part(self, first: int, last: int) -> Gates:
+        """Those of some tokens."""
+        if self.whole is not None:
+            return Gates.per_head(*(x[:, first:last] for x in self.whole))
+        step, momentum, forget = (tuple(g[:, first:last] for g in kind) for kind in self.kinds)
+        return Gates(step, momentum, forget)
+
+    @property
+    def kinds(self) -> tuple[tuple[Tensor, ...], ...]:
+        """Step, momentum, forget."""
+        return self.step, self.momentum, self.forget
 
     @property
     def channels(self) -> bool:
         """Whether some gate differs between output channels."""
-        return any(g.shape[-1] > 1 for g in (*self.step, *self.momentum, *self.forget))
+        return any(g.shape[-1] > 1 for kind in self.kinds for g in kind)
 
 
 def memory(
@@ -100,8 +116,8 @@ def memory(
             choice = "chunked"
         elif (first := support.first_piece(q, fast, lengths, starts, chunk_len)) is not None:
             return _in_two(first, q, k, v, gates, fast, lengths, starts, how)
-    call, graded = _flat_call(q, k, v, gates, fast, gain, chunk_len, residual, clip, lengths, starts, fresh)
     form = "triton" if choice == "triton" and fast.pending is None else "chunked"
+    call, graded = _flat_call(q, k, v, gates, fast, gain, chunk_len, residual, clip, lengths, starts, fresh, form)
     with torch.autocast(q.device.type, enabled=False):  # precision is the operation's own business
         y, new = _scan(call, graded, gates, len(fast.start_weight), pends, form)
     before = 0 if fast.pending is None else fast.pending.filled
@@ -124,10 +140,9 @@ def _in_two(
     """The first tokens and the rest as two calls."""
     outputs, tokens = [], q.shape[1]
     for a, b in ((0, first), (first, tokens)):
-        part = Gates(*(tuple(g[:, a:b] for g in kind) for kind in (gates.step, gates.momentum, gates.forget)))
         reach = None if lengths is None else (lengths - a).clamp(0, b - a)
         begin = None if starts is None else starts[:, a:b]
-        y, fast = memory(q[:, a:b], k[:, a:b], v[:, a:b], part, fast, lengths=reach, starts=begin, **how)
+        y, fast = memory(q[:, a:b], k[:, a:b], v[:, a:b], gates.part(a, b), fast, lengths=reach, starts=begin, **how)
         outputs.append(y)
     return torch.cat(outputs, 1), fast
 
@@ -173,6 +188,7 @@ def _flat_call(
     lengths: Tensor | None,
     starts: Tensor | None,
     fresh: FastWeights | None,
+    form: str = "chunked",
 ) -> tuple[tuple[Any, ...], bool]:
     """The arguments of `custom_op.open_scan`, and whether any of them wants a gradient."""
     pending: list[Tensor] = []
@@ -181,7 +197,8 @@ def _flat_call(
         held = fast.pending.tidy(close=torch.is_grad_enabled())  # a graph may keep the buffers
         pending, offset = [*held.inputs, *held.errors, *held.mix], held.offset
     count = count_chunks(q.shape[1], chunk_len, offset, starts, lengths, static=torch.compiler.is_compiling())
-    flat = [g.to(fast.start_weight[0].dtype) for g in (*gates.step, *gates.momentum, *gates.forget)]
+    given = gates.stacked() if form == "triton" else (*gates.step, *gates.momentum, *gates.forget)
+    flat = [g.to(fast.start_weight[0].dtype) for g in given]
     state = [*fast.start_weight, *fast.start_surprise]
     start = [] if fresh is None or starts is None else [x[0] for x in (*fresh.start_weight, *fresh.start_surprise)]
     call = (q, k, v, flat, state, pending, offset, start, gain, lengths, starts, count, chunk_len, residual, clip)

@@ -1,8 +1,8 @@
 """`titanmem::memory_scan`: the chunked form as one node for autograd and torch.compile.
 
 Lists are flat because operators take and return flat lists of tensors: `state` is weights then surprises, `pending`
-inputs, errors, mixes and the offset. The forward returns y, the new state, what is pending, and what `Kept` holds for
-the backward pass.
+inputs, errors, mixes and the offset, `gates` those of every matrix, or, for kernels, one [B, T, H, L] of each kind.
+The forward returns y, the new state, what is pending, and what `Kept` holds for the backward pass.
 """
 
 from __future__ import annotations
@@ -36,6 +36,12 @@ def split3(xs: list[Tensor]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
     return xs[:n], xs[n : 2 * n], xs[2 * n :]
 
 
+def split_gates(gates: list[Tensor], depth: int) -> list[Tensor]:
+    """Those of every matrix."""
+    stacked = len(gates) < 3 * depth
+    return [x for kind in gates for x in kind.split(1, -1)] if stacked else gates
+
+
 def open_scan(
     q: Tensor,
     k: Tensor,
@@ -55,8 +61,9 @@ def open_scan(
 ) -> tuple[Scan, Carry]:
     """Lay the call out and flatten its state."""
     plan: Plan = make_plan(q.shape[1], chunk_len, count, offset, lengths, starts, q.shape[0], q.device)
-    scan = Scan(q, k, v, gates, fresh, gain, plan, chunk_len, residual, clip, state[0].dtype)
     depth = len(state) // 2
+    gates = split_gates(gates, depth)
+    scan = Scan(q, k, v, gates, fresh, gain, plan, chunk_len, residual, clip, state[0].dtype)
     flat = flatten_heads(state)
     old = Pending(*split3(flatten_heads(pending))) if pending else None
     return scan, Carry(flat[:depth], flat[depth:], old, None)
@@ -246,11 +253,15 @@ def _gradient_list(
         return scan.plan.to_tokens(laid, scan.heads).to(like.dtype)
 
     out = [back(slots, x) for slots, x in zip((grads.q, grads.k, grads.v), qkv, strict=True)]
-    depth = len(gates) // 3
-    for index, gate in enumerate(gates):
+    depth = len(grads.weight)
+    apart = split_gates(gates, depth)
+    found = []
+    for index, gate in enumerate(apart):
         kind, matrix = divmod(index, depth)
         grad = back([x[matrix] for x in (grads.step, grads.momentum, grads.keep)[kind]], gate)
-        out.append(-grad if kind == 2 else grad)
+        found.append(-grad if kind == 2 else grad)
+    stacked = len(gates) < len(apart)
+    out += [torch.cat(found[i : i + depth], -1) for i in range(0, 3 * depth, depth)] if stacked else found
     out += unflatten_heads(grads.weight + grads.surprise, scan.heads)
     if grads.old is not None:
         out += unflatten_heads(grads.old.inputs + grads.old.errors + grads.old.mix, scan.heads)

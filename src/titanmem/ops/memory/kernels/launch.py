@@ -74,9 +74,7 @@ class Call:
         self.given = width, hidden
         self.q, self.k, self.v = (pad(x, padded) for x in (q, k, v))
         self.gain = None if gain is None else pad(gain, padded)
-        self.step, self.momentum, self.forget = (
-            torch.cat(gates[i * depth : (i + 1) * depth], -1).contiguous() for i in range(3)
-        )
+        self.step, self.momentum, self.forget = (x.contiguous() for x in gates)
         self.state, self.fresh = self.pad_state(state), self.pad_state(fresh)
         self.lengths = None if lengths is None else lengths.to(torch.int32)
         self.starts = starts
@@ -319,7 +317,7 @@ def backward(call: Call, grad_y: Tensor, grad_state: list[Tensor], grad_pending:
 def gates_backward(
     call: Call, grad_blend: Tensor, grad_shares: Tensor, grad_ends: Tensor, grad_steps: Tensor
 ) -> list[Tensor]:
-    """Gradients of step, momentum and forget of every matrix, [B, T, H, 1]."""
+    """Gradients of step, momentum and forget, [B, T, H, L]."""
     s = call.shape
     grad_momentum, grad_forget = torch.zeros_like(call.momentum), torch.zeros_like(call.forget)
     gate_kernels.gate_rows_backward[call.gate_grid](
@@ -332,8 +330,7 @@ def gates_backward(
     if call.lengths is not None:
         real = torch.arange(s.tokens, device=to_step.device) < call.lengths.unsqueeze(1)
         to_step = torch.where(real[:, :, None, None], to_step, 0)
-    kinds = (to_step, grad_momentum, grad_forget)
-    return [x.contiguous() for kind in kinds for x in kind.to(call.step.dtype).split(1, -1)]
+    return [x.to(call.step.dtype).contiguous() for x in (to_step, grad_momentum, grad_forget)]
 
 
 def state_and_gain_grads(
