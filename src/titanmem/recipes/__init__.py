@@ -110,4 +110,4 @@ def recipe(name: str) -> TrainConfig:
     return tiny_python(block) if size == "tiny" else small_python(block)
 
 
-__all__ = ["MODELS", "TASKS", "fineweb", "names", "recipe", "small_python", "text_names", "tiny_python"]
+__all__ = ["MODELS", "TASKS", "fineweb", "names", "recipe", "small_python", "task_names", "text_names", "tiny_python"]

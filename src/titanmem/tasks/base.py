@@ -48,3 +48,12 @@ def accuracy(predicted: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """Right answers and questions of every row."""
     asked = targets != IGNORED
     return ((predicted == targets) & asked).sum(1), asked.sum(1)
+
+
+def share(right: Tensor, asked: Tensor) -> tuple[float, float]:
+    """The share of right answers in all rows, and its standard error; the answers of one row are one draw."""
+    right, asked, rows = right.double(), asked.double(), len(right)
+    total = asked.sum()
+    found = right.sum() / total
+    spread = (right - found * asked).square().sum() * rows / max(1, rows - 1)
+    return float(found), float(spread.sqrt() / total)
