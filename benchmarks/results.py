@@ -151,9 +151,9 @@ class Experiment:
                 right.plot(*zip(*runs[0].curve, strict=True), lw=1, **look)
         chances = [entry["chance"] for run in self.runs for entry in run.levels]
         left.axhline(min(chances), color="0.6", lw=1, label="chance")
-        lengths = sorted({level["length"] for level in self.levels if "length" in level})
+        ticks = sorted({level["length"] for level in self.levels if "length" in level})
         left.set(xscale="log", ylim=(-0.02, 1.03), xlabel="length of the row", ylabel="accuracy", title=self.name)
-        left.set_xticks(lengths, [f"{length:,}" for length in lengths])
+        left.set_xticks(ticks, [f"{length:,}" for length in ticks])
         left.minorticks_off()
         right.set(xlabel="step", yscale="log", title="training loss")
         figure.legend(loc="outside lower center", ncols=7, frameon=False, fontsize=8)

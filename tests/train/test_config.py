@@ -15,7 +15,7 @@ from titanmem.train.data import fit_to_data
 
 
 def test_every_recipe_is_a_complete_config_that_survives_json():
-    assert len(recipes.text_names()) == 5 * (2 + len(SIZES) - 1)
+    assert len(recipes.text_names()) == 6 * (2 + len(SIZES) - 1)
     assert len(set(recipes.names())) == len(recipes.text_names()) + len(recipes.MODELS) * len(recipes.TASKS)
     for name in recipes.names():
         config = recipes.recipe(name)

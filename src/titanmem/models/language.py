@@ -20,10 +20,12 @@ from titanmem.config import Config, check_counts, check_keys, check_types, requi
 from titanmem.layers.neural_memory import MemoryConfig, Probe
 from titanmem.layers.norm import RMSNorm
 from titanmem.models import generation
-from titanmem.ops.layout import Layout, check_mask, pack, pack_order, unpack
+from titanmem.models.recurrent import Reading, RecurrentMemory
+from titanmem.ops.layout import Layout, check_mask, document_starts, last_document, pack, pack_order, unpack
 from titanmem.ops.loss import IGNORED, linear_cross_entropy
-from titanmem.state import ModelState, check_same_config
+from titanmem.state import ModelState, State, check_same_config
 
+RMT_TOKENS = 16
 MEMORY_HEAD = 64  # width of a memory head where the model's width allows it
 
 
@@ -43,8 +45,8 @@ class TitansConfig(Config):
     memory: dict[str, Any] | MemoryConfig = field(default_factory=dict)
     window_len: int | None = 2048  # MAG and MAL
     attention_window: int | None = None  # plain attention blocks; None: full
-    segment_len: int = 512  # MAC
-    memory_tokens: int | None = None  # MAC: None is one per token
+    segment_len: int = 512  # MAC and RMT
+    memory_tokens: int | None = None  # MAC: None is one per token; RMT: None is 16
     num_persistent: int = 128
     persistent_memory: bool = True
     rope_base: float = 10_000.0
@@ -69,6 +71,7 @@ class TitansConfig(Config):
         require(len(names) == self.num_layers, f"block lists {len(names)} names for num_layers={self.num_layers}")
         for name in names:
             require(name in BLOCKS, f"unknown block {name!r}; known: {', '.join(BLOCKS)}")
+        require(len(set(names) | {"rmt"}) == 1 or "rmt" not in names, f"rmt is for all layers or none, got {names}")
         if not isinstance(self.block, str):
             object.__setattr__(self, "block", names)
         if self.mlp_width is None:
@@ -87,6 +90,11 @@ class TitansConfig(Config):
     def blocks(self) -> list[str]:
         """The block of every layer."""
         return [self.block] * self.num_layers if isinstance(self.block, str) else list(self.block)
+
+    @property
+    def carried_tokens(self) -> int:
+        """Memory tokens that go from segment to segment: those of RMT."""
+        return (self.memory_tokens or RMT_TOKENS) if "rmt" in self.blocks else 0
 
     def memory_config(self) -> MemoryConfig:
         """Settings of every memory in the model: heads 64 wide where dim allows it."""
@@ -143,6 +151,9 @@ class TitansLM(nn.Module):
         inner = config.block_config()
         self.embedding = nn.Embedding(config.vocab_size, config.dim)
         self.blocks = nn.ModuleList(BLOCKS[name](inner) for name in config.blocks)
+        self.recurrent: RecurrentMemory | None = None
+        if config.carried_tokens:
+            self.recurrent = RecurrentMemory(config.dim, config.carried_tokens, config.segment_len)
         self.norm = RMSNorm(config.dim)
         self.head = nn.Linear(config.dim, config.vocab_size, bias=False)
         self.reset_parameters()
@@ -221,7 +232,7 @@ class TitansLM(nn.Module):
             documents = None if documents is None else pack(documents, order)
         lengths = None if mask is None else mask.sum(1)
         before = None if state is None else state.document
-        layout = Layout(lengths, _starts(documents, before, state is not None))
+        layout = Layout(lengths, document_starts(documents, before, state is not None))
         context = Context(layout, learn, probe)
 
         def placed(x: Tensor) -> Tensor:
@@ -230,21 +241,37 @@ class TitansLM(nn.Module):
             return torch.where(mask.unsqueeze(-1), unpack(x, order), 0)
 
         x = self._embed(ids)
-        states, probes = [], []
-        for index, block in enumerate(self.blocks):
-            if trace is not None:
-                trace.append(placed(x))
-            x, after, seen = block(x, None if state is None else state.blocks[index], context)
-            states.append(after)
-            probes.append(seen)
+        inner: list[Tensor] | None = None if trace is None else []
+        if self.recurrent is None:
+            x, states, probes = self._through(x, None if state is None else state.blocks, context, inner)
+            after = ModelState(states)
+        else:
+            fresh = self.start(len(x))
+            reading = Reading(self._through, fresh, context, self.norm)
+            x, after = self.recurrent(x, replace(state or fresh, document=None), reading, inner)
+            probes = [None] * len(self.blocks)
         x = placed(x)
-        if trace is not None:
-            trace.append(x)
-
-        document = _last_document(documents, lengths, before)
+        if trace is not None and inner is not None:
+            trace += [placed(stream) for stream in inner]
         if order is not None:
             probes = [None if p is None else p.map(lambda t: unpack(t, order)) for p in probes]
-        return x, ModelState(tuple(states), document, self.config.to_dict()), probes
+        document = last_document(documents, lengths, before)
+        return x, replace(after, document=document, config=self.config.to_dict()), probes
+
+    def _through(
+        self, x: Tensor, states: Sequence[State] | None, context: Context, trace: list[Tensor] | None
+    ) -> tuple[Tensor, tuple[State, ...], list[Probe | None]]:
+        """All blocks, one after the other; `trace` receives what enters and leaves them."""
+        after, probes = [], []
+        for index, block in enumerate(self.blocks):
+            if trace is not None:
+                trace.append(x)
+            x, new, seen = block(x, None if states is None else states[index], context)
+            after.append(new)
+            probes.append(seen)
+        if trace is not None:
+            trace.append(x)
+        return x, tuple(after), probes
 
     def _embed(self, ids: Tensor) -> Tensor:
         """Tokens at unit scale: beside blocks whose outputs are about 1, smaller ones would drown."""
@@ -258,8 +285,9 @@ class TitansLM(nn.Module):
 
     def start(self, batch: int) -> ModelState:
         """The state before the first token."""
-        blocks = [block for block in self.blocks if isinstance(block, Block)]
-        return ModelState(tuple(block.start(batch) for block in blocks), None, self.config.to_dict())
+        blocks = tuple(block.start(batch) for block in self.blocks if isinstance(block, Block))
+        carried = None if self.recurrent is None else self.recurrent.start(batch)
+        return ModelState(blocks, None, self.config.to_dict(), carried)
 
     def generate(self, ids: Tensor, max_new_tokens: int = 64, **settings: Any) -> Tensor:
         """Prompt + new ids, [B, T + max_new_tokens] or shorter if every row stopped. Settings: `generation.Sampling`,
@@ -370,23 +398,3 @@ def _warn_other_chunk(saved: TitansConfig, config: TitansConfig) -> None:
             f"this model was trained with chunk_len={was} and is loaded with {now}: another function, often much worse",
             stacklevel=3,
         )
-
-
-def _starts(documents: Tensor | None, before: Tensor | None, resumed: bool) -> Tensor | None:
-    """Where documents begin. The first token continues the state's document unless its id says otherwise."""
-    if documents is None:
-        return None
-    first = torch.zeros_like(documents[:, :1], dtype=torch.bool)
-    if resumed and before is not None:
-        first = (documents[:, :1] != before.unsqueeze(1)) & (before >= 0).unsqueeze(1)
-    return torch.cat([first, documents[:, 1:] != documents[:, :-1]], 1)
-
-
-def _last_document(documents: Tensor | None, lengths: Tensor | None, before: Tensor | None) -> Tensor | None:
-    if documents is None:
-        return before
-    if lengths is None:
-        return documents[:, -1].long()
-    last = documents.gather(1, (lengths - 1).clamp(min=0).unsqueeze(1)).squeeze(1).long()
-    kept = torch.full_like(last, -1) if before is None else before
-    return torch.where(lengths > 0, last, kept)

@@ -4,6 +4,7 @@ two layers of width 128; each run takes some minutes on one GPU.
     lmm mac mag mal                        Titans
     linear gated_delta delta ttt ttt_mlp   its relatives: settings of the LMM's layer
     attention window                       Transformer++ with full attention, and with the window of MAC, MAG and MAL
+    rmt                                    recurrent memory transformer: segments of that window, 16 memory tokens
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ RELATIVES = {
     "ttt": "ttt-linear",
     "ttt_mlp": "ttt-mlp",
 }
-MODELS = ("lmm", "mac", "mag", "mal", *RELATIVES, "attention", "window")
+MODELS = ("lmm", "mac", "mag", "mal", *RELATIVES, "attention", "window", "rmt")
 BYTES = 256  # ids of the tasks in words, whose small models read bytes
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from titanmem.train.config import OptimConfig
 
-KEPT = ("gates", "initial_weight", "gain", "conv", "norm", "persistent", "scale")
+KEPT = ("gates", "initial_weight", "initial_memory", "gain", "conv", "norm", "persistent", "scale")
 
 
 def decays(name: str, parameter: Tensor) -> bool:
