@@ -20,17 +20,21 @@ from titanmem.train.export import load_run, read_run
 class Subject:
     """Wraps `model`; anything with the same call, model(ids [B, T], state) → logits [B, T, V], state, will do.
 
-    `piece`: tokens of all rows that are read at once."""
+    `piece`: tokens of all rows that are read at once. `task`: what it was trained on, if that was a task."""
 
-    def __init__(self, model: Any, tokenizer: Tokenizer | None = None, name: str = "", piece: int = 8192) -> None:
-        self.model, self.tokenizer, self.name, self.piece = model, tokenizer, name, piece
+    def __init__(
+        self, model: Any, tokenizer: Tokenizer | None = None, name: str = "", piece: int = 8192, task: str | None = None
+    ) -> None:
+        self.model, self.tokenizer, self.name, self.piece, self.task = model, tokenizer, name, piece, task
 
     @classmethod
     def open(cls, folder: str | Path, device: torch.device | str = "cpu", piece: int = 8192) -> Subject:
         """An exported model, or the newest checkpoint of a run."""
         path = Path(folder)
         if (path / "checkpoints").is_dir():
-            return cls(load_run(path)[0].to(device).eval(), tokenizer_of(read_run(path)), str(folder), piece)
+            config = read_run(path)
+            task = None if config.task is None else config.task.name
+            return cls(load_run(path)[0].to(device).eval(), tokenizer_of(config), str(folder), piece, task)
         model = TitansLM.load(path, device).eval()
         found = load_tokenizer(path) if any(path.glob("tokenizer*")) else None
         if found is None and model.config.vocab_size == ByteTokenizer.vocab_size:
@@ -41,10 +45,20 @@ class Subject:
     def device(self) -> torch.device:
         return next(self.model.parameters()).device
 
+    @property
+    def vocab_size(self) -> int:
+        """Ids that the model knows."""
+        return int(self.model.config.vocab_size)
+
     def words(self) -> Tokenizer:
-        """The tokenizer of a model that reads text."""
+        """The tokenizer of a model that reads text; one of another vocabulary is refused."""
         if self.tokenizer is None:
             raise ValueError(f"{self.name or 'the model'} has no tokenizer, so it cannot read text; export one with it")
+        if self.tokenizer.vocab_size > self.vocab_size:
+            raise ValueError(
+                f"the tokenizer has {self.tokenizer.vocab_size} ids, {self.name or 'the model'} {self.vocab_size}: "
+                "they do not belong together; export the model again with its own"
+            )
         return self.tokenizer
 
     @torch.no_grad()

@@ -31,6 +31,10 @@ class Task(ABC):
     def batch(self, rows: int, level: Level, generator: torch.Generator) -> Rows:
         """So many rows of one level."""
 
+    def check(self, level: Level) -> None:
+        """Raise if there are no such rows, or if some could fail later."""
+        self.batch(1, level, generator_of(0))
+
     @abstractmethod
     def chance(self, level: Level) -> float:
         """The accuracy of guessing among the answers that are possible."""

@@ -12,7 +12,7 @@ from titanmem.config import require
 from titanmem.data.prepare import BPE_VOCAB, prepare
 from titanmem.data.shards import INDEX, Index, TokenShards
 from titanmem.data.tokenizer import Tokenizer, load_tokenizer
-from titanmem.tasks import TEXT_TASKS, Task, generator_of, open_task
+from titanmem.tasks import TEXT_TASKS, Task, open_task
 from titanmem.train.config import DataConfig, TrainConfig
 
 _PREPARED = ("source", "tokenizer", "vocab_size", "held_out", "limit_tokens")  # what decides a prepared folder
@@ -91,7 +91,7 @@ def open_data(config: TrainConfig) -> None:
             f"model.vocab_size={task.vocab_size}",
         )
         for level in [*(level for _, levels in config.task.stages for level in levels), *config.task.tests]:
-            task.batch(1, level, generator_of(0))
+            task.check(level)
         return
     if not (Path(data.path) / INDEX).exists():
         made: dict[str, Any] = {name: getattr(data, name) for name in _PREPARED[1:]}
