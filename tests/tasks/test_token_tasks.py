@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from titanmem.tasks.base import IGNORED, accuracy, generator_of
-from titanmem.tasks.mad import FuzzyRecall, InContextRecall, Memorisation, NoisyRecall, SelectiveCopy
+from titanmem.tasks.mad import Compression, FuzzyRecall, InContextRecall, Memorisation, NoisyRecall, SelectiveCopy
 from titanmem.tasks.recall import Recall
 from titanmem.tasks.tracking import Parity, Permutations
 
@@ -53,6 +53,11 @@ def copy(task, row):
     return [next(shown) if token == task.mark else 0 for token in row]
 
 
+def decompress(task, row):
+    half = row.index(task.summary_id)
+    return [0] * half + row[:half]
+
+
 def memorised(task, row):
     return [0, *(int(task.table[now]) if now < task.half else 0 for now in row[:-1])]
 
@@ -78,6 +83,7 @@ CASES = [
     (NoisyRecall(), {"length": 64}, pairs),
     (FuzzyRecall(), {"length": 96}, fuzzy),
     (SelectiveCopy(), {"length": 64, "tokens": 16}, copy),
+    (Compression(), {"length": 32}, decompress),
     (Memorisation(64), {"length": 64}, memorised),
     (Parity(), {"length": 40}, parity),
     (Permutations(), {"length": 24}, product),

@@ -64,7 +64,12 @@ class TaskSuite(Config, Suite):
             require(
                 task.vocab_size <= subject.vocab_size,
                 f"{name} has {task.vocab_size} ids and the model {subject.vocab_size}: it was not trained for this "
-                "task, or the task's settings differ",
+                f"task, or the task's settings differ{self._hint(subject)}",
+            )
+            require(
+                task.summary_id == subject.model.config.summary_id,
+                f"{name} and the model have different summary tokens ({task.summary_id}, "
+                f"{subject.model.config.summary_id}): it was not trained for this task{self._hint(subject)}",
             )
         for cell in self.cells():
             made[cell["task"]].check(_level(cell))
@@ -76,6 +81,12 @@ class TaskSuite(Config, Suite):
             return {**mean(share for share, _ in found), "exact": exact, "chance": task.chance(cell)}
 
         return measure
+
+    def _hint(self, subject: Subject) -> str:
+        """How to ask for what the model was trained on."""
+        return (
+            f'; give {self.name}.tasks=["{subject.task}"]' if len(self.known) > 1 and subject.task in self.known else ""
+        )
 
     def cells(self) -> list[Cell]:
         names = self.tasks or self.known

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from titanmem.layers.neural_memory import MemoryConfig
 from titanmem.models.language import TitansConfig
+from titanmem.models.summary import decoder_width
 
 PLAIN = ("attention", "rmt")  # blocks without a neural memory
 FLOAT = 4  # bytes of the memory's state per number, whatever the activations are
@@ -46,7 +47,12 @@ def parameters(config: TitansConfig) -> int:
     embedding = config.vocab_size * config.dim
     blocks = sum(block_parameters(config, name) for name in config.blocks)
     carried = config.carried_tokens * config.dim
-    return embedding * (1 if config.tie_embeddings else 2) + blocks + carried + config.dim
+    return embedding * (1 if config.tie_embeddings else 2) + blocks + carried + summary_parameters(config) + config.dim
+
+
+def summary_parameters(config: TitansConfig) -> int:
+    """Parameters of the decoder behind a summary token."""
+    return 0 if config.summary_id is None else 3 * config.dim * decoder_width(config.dim) + config.dim
 
 
 def memory_state_bytes(c: MemoryConfig, activation: int = FLOAT) -> int:
@@ -93,6 +99,7 @@ def block_state_bytes(config: TitansConfig, name: str, tokens: int, activation: 
 def state_bytes(config: TitansConfig, tokens: int = 1 << 20, activation: int = FLOAT) -> int:
     """Bytes of one row's ModelState after `tokens` tokens. Only full attention makes it depend on them."""
     carried = config.carried_tokens * config.dim * activation
+    carried += 0 if config.summary_id is None else config.dim * activation + 8
     return carried + sum(block_state_bytes(config, name, tokens, activation) for name in config.blocks)
 
 
@@ -115,7 +122,7 @@ def flops_per_token(config: TitansConfig, length: int) -> int:
         w = min(window or length, length)
         return (w * (w + 1) / 2 + (length - w) * w) / length
 
-    total = 2 * config.vocab_size * config.dim
+    total = 2 * config.vocab_size * config.dim + 2 * summary_parameters(config)
     for name in config.blocks:
         prefix = 0 if name in PLAIN else config.num_persistent
         weights = block_parameters(config, name) - prefix * config.dim

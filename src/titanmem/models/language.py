@@ -21,6 +21,7 @@ from titanmem.layers.neural_memory import MemoryConfig, Probe
 from titanmem.layers.norm import RMSNorm
 from titanmem.models import generation
 from titanmem.models.recurrent import Reading, RecurrentMemory
+from titanmem.models.summary import Summary, SummaryState
 from titanmem.ops.layout import Layout, check_mask, document_starts, last_document, pack, pack_order, unpack
 from titanmem.ops.loss import IGNORED, linear_cross_entropy
 from titanmem.state import ModelState, State, check_same_config
@@ -51,6 +52,7 @@ class TitansConfig(Config):
     persistent_memory: bool = True
     rope_base: float = 10_000.0
     tie_embeddings: bool = True
+    summary_id: int | None = None  # a token whose representation alone answers what follows: MAD's compression
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -76,6 +78,8 @@ class TitansConfig(Config):
             object.__setattr__(self, "block", names)
         if self.mlp_width is None:
             object.__setattr__(self, "mlp_width", -(-self.dim * 8 // 3 // 64) * 64)
+        known_id = self.summary_id is None or 0 <= self.summary_id < self.vocab_size
+        require(known_id, f"summary_id must lie in 0 … {self.vocab_size - 1} or be None, got {self.summary_id}")
         check_counts(self, "mlp_width", *(() if self.memory_tokens is None else ("memory_tokens",)))
         known = set(MemoryConfig.__dataclass_fields__) - {"dim", "output_gate"}
         if isinstance(self.memory, MemoryConfig):
@@ -154,6 +158,7 @@ class TitansLM(nn.Module):
         self.recurrent: RecurrentMemory | None = None
         if config.carried_tokens:
             self.recurrent = RecurrentMemory(config.dim, config.carried_tokens, config.segment_len)
+        self.summary = None if config.summary_id is None else Summary(config.dim, config.summary_id)
         self.norm = RMSNorm(config.dim)
         self.head = nn.Linear(config.dim, config.vocab_size, bias=False)
         self.reset_parameters()
@@ -165,7 +170,7 @@ class TitansLM(nn.Module):
         nn.init.normal_(self.embedding.weight, std=self.config.dim**-0.5)
         nn.init.normal_(self.head.weight, std=self.config.dim**-0.5)
         shrink = (2 * self.config.num_layers) ** -0.5
-        for name, weight in self.blocks.named_parameters():
+        for name, weight in self.named_parameters():
             if name.endswith(("window.qkv.weight", "mlp.gate.weight", "mlp.up.weight")):
                 nn.init.normal_(weight, std=weight.shape[1] ** -0.5)
             elif name.endswith(("out.weight", "mlp.down.weight")):
@@ -250,6 +255,12 @@ class TitansLM(nn.Module):
             reading = Reading(self._through, fresh, context, self.norm)
             x, after = self.recurrent(x, replace(state or fresh, document=None), reading, inner)
             probes = [None] * len(self.blocks)
+        if self.summary is not None:
+            require(not ids.is_floating_point(), "a model with a summary token reads ids, not rows of its embedding")
+            told = self.summary.start(len(x)) if state is None else state.summary
+            assert isinstance(told, SummaryState)
+            x, told = self.summary(x, ids, told, layout)
+            after = replace(after, summary=told)
         x = placed(x)
         if trace is not None and inner is not None:
             trace += [placed(stream) for stream in inner]
@@ -287,7 +298,8 @@ class TitansLM(nn.Module):
         """The state before the first token."""
         blocks = tuple(block.start(batch) for block in self.blocks if isinstance(block, Block))
         carried = None if self.recurrent is None else self.recurrent.start(batch)
-        return ModelState(blocks, None, self.config.to_dict(), carried)
+        summary = None if self.summary is None else self.summary.start(batch)
+        return ModelState(blocks, None, self.config.to_dict(), carried, summary)
 
     def generate(self, ids: Tensor, max_new_tokens: int = 64, **settings: Any) -> Tensor:
         """Prompt + new ids, [B, T + max_new_tokens] or shorter if every row stopped. Settings: `generation.Sampling`,

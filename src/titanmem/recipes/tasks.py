@@ -30,11 +30,11 @@ MODELS = ("lmm", "mac", "mag", "mal", *RELATIVES, "attention", "window", "rmt")
 BYTES = 256  # ids of the tasks in words, whose small models read bytes
 
 
-def task_model(name: str, vocab_size: int) -> TitansConfig:
+def task_model(name: str, vocab_size: int, summary_id: int | None = None) -> TitansConfig:
     """A model of the size of all others on the task."""
     shared: dict[str, Any] = dict(
-        vocab_size=vocab_size, dim=WIDTH, num_layers=LAYERS, num_heads=HEADS, num_persistent=4, window_len=WINDOW,
-        segment_len=WINDOW, memory={"expansion": 2, "chunk_len": 64},
+        vocab_size=vocab_size, summary_id=summary_id, dim=WIDTH, num_layers=LAYERS, num_heads=HEADS, num_persistent=4,
+        window_len=WINDOW, segment_len=WINDOW, memory={"expansion": 2, "chunk_len": 64},
     )  # fmt: skip
     target = parameters(TitansConfig(block="lmm", mlp_width=256, **shared))
     if name in RELATIVES:
@@ -84,6 +84,7 @@ TASKS: dict[str, dict[str, Any]] = {
         "tests": [{"length": 128, "tokens": 16}, {"length": 256, "tokens": 16}],
     },
     "mad-memorisation": {"stages": [[0, _lengths(32)]], "tests": _lengths(32)},
+    "mad-compression": {"stages": [[0, _lengths(32, 64)]], "tests": _lengths(32, 64)},
 }
 
 
@@ -92,7 +93,7 @@ def task_recipe(model: str, task: str) -> TrainConfig:
     made: Task | None = TOKEN_TASKS[task]() if task in TOKEN_TASKS else None
     chosen = TaskConfig(name=task, **TASKS[task])
     return TrainConfig(
-        model=task_model(model, BYTES if made is None else made.vocab_size),
+        model=task_model(model, BYTES) if made is None else task_model(model, made.vocab_size, made.summary_id),
         data=DataConfig(length=chosen.longest),
         task=chosen,
         optim=OptimConfig(lr=2e-3, warmup=100, final=0.02),

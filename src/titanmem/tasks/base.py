@@ -26,6 +26,7 @@ class Task(ABC):
 
     name: ClassVar[str]
     vocab_size: int
+    summary_id: int | None = None  # a token whose representation alone answers what is asked from it on
 
     @abstractmethod
     def batch(self, rows: int, level: Level, generator: torch.Generator) -> Rows:
