@@ -43,4 +43,4 @@ PUBLISHED: dict[str, tuple[str, dict[str, str]]] = {
         {"Titans": "compression 49.6, recall 100, fuzzy recall 49.7, selective copying 99.4, memorisation 83.5"},
     ),
 }
-PUBLISHED["perplexity"] = PUBLISHED["choices"]
+PUBLISHED["perplexity"] = PUBLISHED["harness"] = PUBLISHED["choices"]
