@@ -86,6 +86,22 @@ def test_what_is_wrong_is_said_before_the_first_run(command, words, says, capsys
     assert not (tmp_path / "runs").exists()
 
 
+def test_patterns_match_models_and_tasks_apart():
+    assert tasks.matching("*-recall") == [f"{model}-recall" for model in tasks.recipes.MODELS]
+    assert "lmm-mad-recall" in tasks.matching("l*-mad-*")
+    assert tasks.matching("fla_g*-s5") == ["fla_gla-s5", "fla_gated_deltanet-s5"]
+
+
+def test_a_smoke_run_says_what_runs_and_what_does_not(command, capsys, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "fla.layers", None)
+    small = [word for word in SMALL if not word.startswith(("steps", "eval_every"))]
+    assert command("--smoke", "rmt-recall", "fla_gla-recall", *small) == 1
+    out = capsys.readouterr().out
+    assert "ok   rmt-recall" in out
+    assert "FAIL fla_gla-recall: ValueError: fla_gla needs flash-linear-attention" in out
+    assert not (tmp_path / "json").exists()
+
+
 def record(model, seed, *scores):
     levels = [
         {"level": {"length": 64 * 4**i}, "accuracy": score, "exact": 0.0, "stderr": 0.01, "chance": 0.5, "rows": 9}

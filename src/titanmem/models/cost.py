@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from titanmem.blocks.fla import FLA_LAYERS, layer_parameters
 from titanmem.layers.neural_memory import MemoryConfig
 from titanmem.models.language import TitansConfig
 from titanmem.models.summary import decoder_width
 
-PLAIN = ("attention", "rmt")  # blocks without a neural memory
+PLAIN = ("attention", "rmt", *FLA_LAYERS)  # blocks without a neural memory
 FLOAT = 4  # bytes of the memory's state per number, whatever the activations are
 
 
@@ -28,6 +29,8 @@ def block_parameters(config: TitansConfig, name: str) -> int:
     assert config.mlp_width is not None
     total = 2 * d + 3 * d * config.mlp_width
     attention, combine, persistent = 4 * d * d, 2 * d + d * d, config.num_persistent * d
+    if name in FLA_LAYERS:
+        return total + layer_parameters(name, d, config.num_heads)
     if name in PLAIN:
         return total + attention
     if name == "lmm":
@@ -71,13 +74,16 @@ def memory_state_bytes(c: MemoryConfig, activation: int = FLOAT) -> int:
 
 
 def block_state_bytes(config: TitansConfig, name: str, tokens: int, activation: int = FLOAT) -> int:
-    """Bytes of one row's block state after `tokens` tokens, in the middle of chunks and segments."""
+    """Bytes of one row's block state after `tokens` tokens, in the middle of chunks and segments. What layers of
+    flash-linear-attention carry is not counted."""
     d, memory = config.dim, config.memory_config()
 
     def window(length: int | None) -> int:
         kept = tokens if length is None else length - 1
         return 2 * kept * d * activation + 8
 
+    if name in FLA_LAYERS:
+        return 8
     if name == "attention":
         return window(config.attention_window)
     if name == "rmt":
@@ -130,6 +136,7 @@ def flops_per_token(config: TitansConfig, length: int) -> int:
             "attention": seen(config.attention_window),
             "rmt": seen(config.segment_len) + config.carried_tokens,
             "lmm": 0.0,
+            **dict.fromkeys(FLA_LAYERS, 0.0),
             "mac": seen(config.segment_len) + (config.memory_tokens or seen(config.segment_len)) + prefix,
         }.get(name, seen(config.window_len) + prefix)
         total += round(4 * config.dim * visible)

@@ -14,7 +14,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor, nn
 
-from titanmem.blocks import BLOCKS, Block, BlockConfig
+from titanmem.blocks import Block, BlockConfig, known_blocks, make_block
 from titanmem.blocks.base import Context
 from titanmem.config import Config, check_counts, check_keys, check_types, require
 from titanmem.layers.neural_memory import MemoryConfig, Probe
@@ -72,7 +72,7 @@ class TitansConfig(Config):
         names = [self.block] * self.num_layers if isinstance(self.block, str) else list(self.block)
         require(len(names) == self.num_layers, f"block lists {len(names)} names for num_layers={self.num_layers}")
         for name in names:
-            require(name in BLOCKS, f"unknown block {name!r}; known: {', '.join(BLOCKS)}")
+            require(name in known_blocks(), f"unknown block {name!r}; known: {', '.join(known_blocks())}")
         require(len(set(names) | {"rmt"}) == 1 or "rmt" not in names, f"rmt is for all layers or none, got {names}")
         if not isinstance(self.block, str):
             object.__setattr__(self, "block", names)
@@ -154,7 +154,7 @@ class TitansLM(nn.Module):
         self.config = config
         inner = config.block_config()
         self.embedding = nn.Embedding(config.vocab_size, config.dim)
-        self.blocks = nn.ModuleList(BLOCKS[name](inner) for name in config.blocks)
+        self.blocks = nn.ModuleList(make_block(name, inner) for name in config.blocks)
         self.recurrent: RecurrentMemory | None = None
         if config.carried_tokens:
             self.recurrent = RecurrentMemory(config.dim, config.carried_tokens, config.segment_len)

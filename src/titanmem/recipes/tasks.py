@@ -5,12 +5,16 @@ two layers of width 128; each run takes some minutes on one GPU.
     linear gated_delta delta ttt ttt_mlp   its relatives: settings of the LMM's layer
     attention window                       Transformer++ with full attention, and with the window of MAC, MAG and MAL
     rmt                                    recurrent memory transformer: segments of that window, 16 memory tokens
+    fla_retnet fla_gla fla_mamba fla_mamba2 fla_deltanet fla_gated_deltanet fla_samba
+                                           layers of flash-linear-attention, where it is installed; Samba alternates
+                                           Mamba and the window
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from titanmem.blocks.fla import FLA_LAYERS
 from titanmem.layers.neural_memory import MemoryConfig
 from titanmem.models.cost import parameters
 from titanmem.models.language import TitansConfig
@@ -27,6 +31,7 @@ RELATIVES = {
     "ttt_mlp": "ttt-mlp",
 }
 MODELS = ("lmm", "mac", "mag", "mal", *RELATIVES, "attention", "window", "rmt")
+FLA_MODELS = (*FLA_LAYERS, "fla_samba")
 BYTES = 256  # ids of the tasks in words, whose small models read bytes
 
 
@@ -39,6 +44,8 @@ def task_model(name: str, vocab_size: int, summary_id: int | None = None) -> Tit
     target = parameters(TitansConfig(block="lmm", mlp_width=256, **shared))
     if name in RELATIVES:
         shared |= {"block": "lmm", "memory": MemoryConfig.preset(RELATIVES[name], WIDTH, num_heads=WIDTH // 64)}
+    elif name == "fla_samba":
+        shared |= {"block": ["fla_mamba", "attention"], "attention_window": WINDOW}
     elif name == "window":
         shared |= {"block": "attention", "attention_window": WINDOW}
     else:
@@ -106,5 +113,5 @@ def task_recipe(model: str, task: str) -> TrainConfig:
 
 
 def task_names() -> list[str]:
-    """All recipes of tasks."""
-    return [f"{model}-{task}" for task in TASKS for model in MODELS]
+    """All recipes of tasks; those of FLA_MODELS need flash-linear-attention."""
+    return [f"{model}-{task}" for task in TASKS for model in (*MODELS, *FLA_MODELS)]

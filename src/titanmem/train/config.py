@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self
 
+from titanmem.blocks.fla import FLA_LAYERS
 from titanmem.config import Config, check_counts, check_keys, check_types, require
 from titanmem.models.language import TitansConfig
 
@@ -158,6 +159,11 @@ class TrainConfig(Config):
                 f"data.carry with full attention would keep every token for ever; give the {name} blocks a window: "
                 f"model.{'attention_window' if name == 'attention' else 'window_len'}=…",
             )
+        whole = sorted({name for name in self.model.blocks if name in FLA_LAYERS})
+        require(
+            not whole or self.task is not None or not (self.data.reset or self.data.carry),
+            f"{' and '.join(whole)} read whole rows: give data.reset=false, and leave data.carry alone",
+        )
         require(
             self.batch_tokens % self.data.length == 0,
             f"batch_tokens={self.batch_tokens} must be a multiple of data.length={self.data.length}",
