@@ -140,6 +140,11 @@ class TextSuite(Config, Suite):
         check_types(self)
         check_counts(self, "samples", "answer_tokens")
         require(self.score in ("exact", "contains"), f"score is 'exact' or 'contains', got {self.score!r}")
+        for name in ("kinds", "lengths", "depths", "tasks"):
+            given = getattr(self, name, [0])
+            require(
+                isinstance(given, (list, tuple)) and bool(given), f"{self.name}.{name} is a list of some, got {given!r}"
+            )
 
     def ask(self, subject: Subject, task: TextTask, level: dict[str, Any]) -> Result:
         """The share of right answers to a level's samples."""
@@ -187,7 +192,7 @@ class NeedleSuite(TextSuite):
         texts = {kind: None if kind == "pk" else self.text for kind in self.kinds}
         made = {kind: Needle(words, kind, Haystack.folder(t, words) if t else None) for kind, t in texts.items()}
         for task in made.values():
-            self.check(task, [{"length": min(self.lengths), "depth": depth} for depth in self.depths])
+            self.check(task, [{"length": n, "depth": depth} for n in self.lengths for depth in self.depths])
         return lambda cell: self.ask(subject, made[cell["kind"]], cell)
 
     def cells(self) -> list[Cell]:

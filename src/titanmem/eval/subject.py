@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import log_softmax
 
+from titanmem.config import require
 from titanmem.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from titanmem.models.language import TitansLM
 from titanmem.tasks.base import IGNORED
@@ -25,6 +26,7 @@ class Subject:
     def __init__(
         self, model: Any, tokenizer: Tokenizer | None = None, name: str = "", piece: int = 8192, task: str | None = None
     ) -> None:
+        require(piece >= 1, f"piece is a number of tokens that are read at once, at least 1, got {piece}")
         self.model, self.tokenizer, self.name, self.piece, self.task = model, tokenizer, name, piece, task
 
     @classmethod

@@ -111,6 +111,12 @@ class Babilong(TextTask):
             told = self.scatter(facts, depths, room, generator)
         return Sample(before + told + after, story.answer, answer, ends=not self.shots)
 
+    def check(self, level: Level) -> None:
+        length = self.length_of(level)
+        super().check({**level, "length": 0})
+        if length:
+            self.fitting(int(level.get("qa", 1)), length)
+
     def fitting(self, task: int, length: int) -> list[Story]:
         """The stories of a task that fit into a length, whichever examples come first."""
         if (task, length) not in self._fitting:

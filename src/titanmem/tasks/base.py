@@ -9,6 +9,8 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from titanmem.config import require
+
 IGNORED = -100  # no question here
 
 Level = Mapping[str, Any]  # how hard a row is: {"length": 256, "pairs": 32}
@@ -34,7 +36,18 @@ class Task(ABC):
 
     def check(self, level: Level) -> None:
         """Raise if there are no such rows, or if some could fail later."""
-        self.batch(1, level, generator_of(0))
+        self.length_of(level)
+        try:
+            self.batch(1, level, generator_of(0))
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"{self.name} does not understand the level {dict(level)}: {error}") from error
+
+    def length_of(self, level: Level) -> int:
+        """The length that a level asks for."""
+        length = level.get("length")
+        fits = type(length) is int and length >= 0
+        require(fits, f"a level of {self.name} has a length, a whole number, got {dict(level)}")
+        return int(level["length"])
 
     @abstractmethod
     def chance(self, level: Level) -> float:

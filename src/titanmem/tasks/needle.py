@@ -8,6 +8,7 @@ uuid the same with a UUID
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import ClassVar
 
 import torch
@@ -78,13 +79,17 @@ class Needle(TextTask):
 
     def check(self, level: Level) -> None:
         """The longest key and value must fit, not only those of the first sample."""
+        room_for(self.length_of(level), self.most, "needle, question and answer")
+        super().check({**level, "length": self.most})
+
+    @cached_property
+    def most(self) -> int:
+        """Tokens of needle, question and answer with the key and the value that take most."""
         every = [f"{first}-{second}" for first in ADJECTIVES for second in NOUNS]
         sizes = [len(ids) for ids in self.tokenizer.encode_batch([f" {key}" for key in every])]
         key = every[sizes.index(max(sizes))]
         values = [key] if self.type == "word" else [self.value(generator_of(seed)) for seed in range(100)]
-        most = max(sum(map(len, self._parts(key, value))) + 1 for value in values)
-        room_for(int(level["length"]), most, "needle, question and answer")
-        super().check(level)
+        return max(sum(map(len, self._parts(key, value))) + 1 for value in values)
 
     def value(self, generator: torch.Generator) -> str:
         """What is hidden."""
