@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: install quickstart test test-slow lint format bench clean
+.PHONY: install quickstart test test-slow lint format bench results clean
 
 install: .venv/ready             ## .venv with the project in it
 
@@ -26,6 +26,9 @@ format: .venv/ready              ## put the code into style
 
 bench: .venv/peers               ## the memory on this CPU, beside titans-pytorch
 	$(BIN)/python benchmarks/cpu_memory.py
+
+results: .venv/ready             ## docs/results.md and its pictures from the stored runs of benchmarks/tasks.py
+	$(BIN)/python benchmarks/results.py
 
 .venv/ready: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv

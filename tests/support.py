@@ -141,7 +141,7 @@ def randomise(module: nn.Module, seed: int = 0) -> None:
             parameter.add_(0.2 * noise.to(parameter.dtype))
 
 
-BLOCK_CASES = ["mac", "mac-fixed", "mag", "mal", "lmm", "attention", "attention-window", "hybrid"]
+BLOCK_CASES = ["mac", "mac-fixed", "mag", "mal", "lmm", "attention", "attention-window", "hybrid", "rmt", "summary"]
 
 
 def small_model(case: str, layers: int = 2, dtype: torch.dtype = torch.float64, **changes: object) -> TitansLM:
@@ -153,6 +153,10 @@ def small_model(case: str, layers: int = 2, dtype: torch.dtype = torch.float64, 
     }  # fmt: skip
     if case == "mac-fixed":
         settings |= {"block": "mac", "memory_tokens": 5}
+    elif case == "summary":
+        settings |= {"block": "mal", "summary_id": 39}
+    elif case == "rmt":
+        settings |= {"memory_tokens": 3}
     elif case == "attention-window":
         settings |= {"block": "attention", "attention_window": 5}
     elif case == "hybrid":

@@ -429,6 +429,8 @@ class ModelState(State):
     blocks: tuple[State, ...]
     document: Tensor | None = None  # [B] id of the document each row is in, when documents were given
     config: dict[str, Any] | None = None
+    carried: Tensor | None = None  # [B, M, dim] the memory tokens of a recurrent memory transformer
+    summary: State | None = None  # of a model with a summary token
 
     def matched(self, other: ModelState) -> ModelState:
         full = super().matched(other)

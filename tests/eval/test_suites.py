@@ -14,7 +14,7 @@ from titanmem.cli import main
 from titanmem.data.tokenizer import ByteTokenizer
 from titanmem.eval.choices import ChoicesSuite, read_questions
 from titanmem.eval.perplexity import PerplexitySuite, windows
-from titanmem.eval.rows import NeedleSuite, RecallSuite
+from titanmem.eval.rows import NeedleSuite
 from titanmem.eval.subject import Subject
 from titanmem.eval.suite import run_suite
 from titanmem.tasks import generator_of
@@ -40,10 +40,20 @@ def folder(model, tmp_path):
     return tmp_path / "model"
 
 
-def test_whole_pieces_and_generation_agree(model):
-    sample = Needle(BYTES).sample({"length": 600}, generator_of(0))
+@pytest.mark.parametrize("block", ["mac", "rmt", "attention"])
+def test_whole_pieces_generation_and_transformers_agree(block):
+    torch.manual_seed(0)
+    config = TitansConfig(
+        256, 32, 1, 2, block, segment_len=16, num_persistent=2, memory_tokens=4, memory={"chunk_len": 8, "expansion": 1}
+    )
+    model = TitansLM(config).eval()
+    sample = Needle(BYTES).sample({"length": 450}, generator_of(0))
     ids = torch.tensor([sample.prompt])
     greedy = model.generate(ids, 12, temperature=0)[0, len(sample.prompt) :].tolist()
+    wrapped = pytest.importorskip("titanmem.hf").TitansForCausalLM.from_core(model)
+    settings = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    theirs = wrapped.generate(ids, attention_mask=torch.ones_like(ids), **settings)
+    assert theirs[0, len(sample.prompt) :].tolist() == greedy
     for piece in (4096, 100, 7):
         subject = Subject(model, BYTES, piece=piece)
         assert subject.answer(sample.prompt, 12) == greedy
@@ -54,42 +64,6 @@ def test_whole_pieces_and_generation_agree(model):
     chance, is_greedy = subject.score(sample.prompt, greedy)
     assert is_greedy
     assert chance < 0
-
-
-class Oracle(torch.nn.Module):
-    """Knows the answer to every row: the token that comes next, or a random one."""
-
-    def __init__(self, answers):
-        super().__init__()
-        self.answers, self.weight = answers, torch.nn.Parameter(torch.zeros(()))
-        self.config = TitansConfig(512, 32, 1, 2, "lmm")
-
-    def forward(self, ids, state=None):
-        begin = 0 if state is None else state
-        targets = self.answers(ids, begin)
-        return torch.nn.functional.one_hot(targets.clamp(min=0), 512).float() * 50, begin + ids.shape[1]
-
-
-def test_an_oracle_scores_one_and_a_guesser_chance(tmp_path):
-    suite = RecallSuite(levels=[{"length": 64, "pairs": 8}], rows=200)
-
-    def recalled(ids, begin):
-        found = torch.zeros_like(ids)
-        for row, line in enumerate(ids.tolist()):
-            table = {}
-            for now, then in zip(line, [*line[1:], 0], strict=True):
-                table.setdefault(now, then)
-            found[row] = torch.tensor([table[token] for token in line])
-        return found
-
-    perfect = run_suite(Subject(Oracle(recalled), name=str(tmp_path)), suite, tmp_path / "a")["results"][0]
-    assert (perfect["score"], perfect["exact"]) == (1, 1)
-    guess = run_suite(
-        Subject(Oracle(lambda ids, begin: torch.randint(256, 512, ids.shape)), name=str(tmp_path)),
-        suite,
-        tmp_path / "b",
-    )["results"][0]
-    assert abs(guess["score"] - guess["chance"]) < 5 * (guess["chance"] / 1600) ** 0.5
 
 
 def test_an_interrupted_evaluation_goes_on(model, folder, tmp_path, monkeypatch):
@@ -156,24 +130,70 @@ def test_choices_are_scored_by_log_probability(model, folder, tmp_path):
         read_questions(str(tmp_path), "piqa")
 
 
+BABILONG = ["babilong", "babilong.facts=babi", "babilong.text=short.txt"]
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [
         (["chess"], "unknown suite 'chess'"),
         (["needle", "needle.lengths=[100]"], "length 100 is shorter than"),
+        (["needle", "needle.lengths=[700, 100]"], "length 100 is shorter than"),
+        (["needle", "needle.score=contains", "needle.lengths=[400]"], "length 272 is shorter than"),
+        (["needle", 'needle.lengths=["long"]'], "has a length, a whole number"),
+        (["needle", "needle.lengths=[]"], "needle.lengths is a list of some"),
+        (["needle", "needle.depths=[0.5, 2]"], "depth lies in [0, 1], got 2"),
         (["needle", 'needle.kinds=["n"]'], "is hidden in a text"),
+        (["needle", 'needle.kinds=["n"]', "needle.text=nowhere"], "nowhere holds no text"),
         (["needle", "recall.rows=3"], "for a suite that runs"),
         (["needle", "needle.width=3"], "needle has no setting 'width'"),
+        (["needle", "--piece", "0"], "piece is a number of tokens"),
         (["perplexity"], "give perplexity.text"),
         (["perplexity", "perplexity.text=nowhere"], "holds no .txt or .jsonl files"),
+        (["perplexity", "perplexity.text=broken.jsonl"], "broken.jsonl, line 2: expected an object with a text"),
+        (["perplexity", "perplexity.text=empty.txt"], "empty.txt holds no text"),
+        (["memory", "memory.text=short.txt"], "have no 4096 tokens (short.txt)"),
+        (["memory", "memory.text=nowhere"], "holds no .txt or .jsonl files"),
+        (["choices", "choices.folder=nowhere"], "nowhere holds no"),
+        (["choices", "choices.folder=.", 'choices.sets=["lambada"]'], "lambada.jsonl, line 1: expected a text of"),
+        (["choices", "choices.folder=.", 'choices.sets=["piqa"]'], "piqa_val.jsonl, line 2: no JSON"),
+        (["choices", "choices.folder=.", 'choices.sets=["boolq"]'], "boolq_val.jsonl is empty"),
+        (["choices", "choices.folder=.", 'choices.sets=["siqa"]'], "siqa_val.jsonl, line 1: no question of siqa"),
         (["recall"], "was not trained for this task"),
+        (["recall", 'recall.levels=[{"length": 64}]', 'recall.settings={"vocab_size": 64}'], "does not understand"),
+        (["mad", 'mad.tasks=["mad-compression"]'], "have different summary tokens"),
         (["babilong"], "give babilong.facts"),
+        (["babilong", "babilong.facts=nowhere", "babilong.text=short.txt"], "nowhere holds no qa1"),
+        (["babilong", "babilong.facts=babi", "babilong.text=nowhere"], "nowhere holds no text"),
+        ([*BABILONG], "there are no stories of QA2, only of 1"),
+        ([*BABILONG, "babilong.tasks=[1]", "babilong.lengths=[99]"], "shorter than every story of QA1 with 3 examples"),
     ],
-)
-def test_what_is_wrong_is_said_before_the_first_cell(folder, words, says, capsys):
+)  # fmt: skip
+def test_what_is_wrong_is_said_before_the_first_cell(folder, tmp_path, monkeypatch, words, says, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "broken.jsonl").write_text('{"text": "fine"}\n{"text": \n')
+    (tmp_path / "empty.txt").write_text(" \n")
+    (tmp_path / "short.txt").write_text(TEXT)
+    (tmp_path / "lambada.jsonl").write_text('{"text": "alone"}\n')
+    (tmp_path / "piqa_val.jsonl").write_text('{"goal": "g", "sol1": "a", "sol2": "b", "label": 1}\n{\n')
+    (tmp_path / "boolq_val.jsonl").write_text("")
+    siqa = {"context": "c", "question": "q", "answerA": "a", "answerB": "b", "answerC": "c", "label": "7"}
+    (tmp_path / "siqa_val.jsonl").write_text(json.dumps(siqa) + "\n")
+    (tmp_path / "babi").mkdir()
+    stories = [f"1 Ann went to room {i}.\n2 Where is Ann?\troom {i}\t1\n" for i in range(20)]
+    (tmp_path / "babi" / "qa1_one_test.txt").write_text("".join(stories))
     assert main(["eval", str(folder), *words]) == 2
     assert says in capsys.readouterr().err
     assert not (folder / "eval").exists()
+
+
+def test_a_tokenizer_of_another_model_is_refused(tmp_path, capsys):
+    TitansLM(TitansConfig(100, 32, 1, 2, "lmm")).save(tmp_path / "model")
+    BYTES.save(tmp_path / "model")
+    for words in (["needle"], ["perplexity", f"perplexity.text={tmp_path / 'a.txt'}"]):
+        (tmp_path / "a.txt").write_text(TEXT)
+        assert main(["eval", str(tmp_path / "model"), *words]) == 2
+        assert "the tokenizer has 256 ids" in capsys.readouterr().err
 
 
 def test_a_report_holds_every_table_and_the_published_numbers(folder, tmp_path):

@@ -1,4 +1,4 @@
-"""lm-evaluation-harness on local files, by its own command."""
+"""lm-evaluation-harness on local files, by its own command and as a suite."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from support import small_model
 from titanmem.cli import main
 from titanmem.data.tokenizer import ByteTokenizer
 from titanmem.eval.choices import LAMBADA, SETS, ChoicesSuite
+from titanmem.eval.harness import HarnessSuite
 from titanmem.eval.perplexity import PerplexitySuite
 from titanmem.eval.subject import Subject
 from titanmem.eval.suite import run_suite
 from titanmem.hf import TitansForCausalLM, fast_tokenizer
-from titanmem.hf.harness import TASKS, articles
+from titanmem.hf.harness import TASKS, articles, write_tasks
 
 ROWS = {
     "lambada_openai_test.jsonl": {"text": "a b c d"},
@@ -58,7 +59,7 @@ def folders(tmp_path_factory):
     model = TitansForCausalLM.from_core(small_model("mac", dtype=torch.float32, vocab_size=256))
     model.save_pretrained(home / "model")
     fast_tokenizer(ByteTokenizer()).save_pretrained(home / "model")
-    assert main(["harness", str(home / "data"), str(home / "tasks")]) == 0
+    write_tasks(home / "data", home / "tasks")
     return home
 
 
@@ -76,6 +77,7 @@ def evaluate(home, command, tasks, *options):
     return results
 
 
+@pytest.mark.filterwarnings("ignore")
 def test_every_task_runs_by_the_harness_command_and_our_scores_are_its_scores(folders):
     options = ["--model_args", f"pretrained={folders / 'model'}"]
     results = evaluate(folders, [sys.executable, "-m", "titanmem.hf.harness"], "titanmem", *options)
@@ -93,6 +95,20 @@ def test_every_task_runs_by_the_harness_command_and_our_scores_are_its_scores(fo
             assert mine["acc_norm"] == pytest.approx(theirs["acc_norm,none"], abs=1e-3), mine["set"]
         if mine["set"] == LAMBADA:
             assert mine["perplexity"] == pytest.approx(theirs["perplexity,none"], rel=1e-3)
+
+    suite = HarnessSuite(data=str(folders / "data"), tasks=["piqa", "hellaswag", "lambada_openai", "wikitext"])
+    for mine in run_suite(subject, suite, folders / "eval")["results"]:
+        theirs = results[f"titanmem_{mine['task']}"]
+        names = {
+            "score": "acc",
+            "acc_norm": "acc_norm",
+            "perplexity": "perplexity",
+            "byte_perplexity": "byte_perplexity",
+        }
+        found = {name: theirs[f"{other},none"] for name, other in names.items() if name in mine}
+        assert found
+        assert {name: mine[name] for name in found} == pytest.approx(found, rel=1e-3)
+        assert mine["n"] == 2
 
     pages = [json.loads(line)["page"] for line in (folders / "tasks/data/wikitext.jsonl").read_text().splitlines()]
     texts = "".join(json.dumps({"text": wikitext_detokenizer({"page": page})}) + "\n" for page in pages)
@@ -125,6 +141,39 @@ def test_wikitext_is_split_at_titles_alone():
     assert [page.split(" = ")[1] for page in found] == ["One", "Two"]
 
 
-def test_a_folder_without_data_sets_says_what_is_known(tmp_path, capsys):
-    assert main(["harness", str(tmp_path), str(tmp_path / "tasks")]) == 2
-    assert "piqa_val.jsonl" in capsys.readouterr().err
+def broken(folder):
+    (folder / "piqa_val.jsonl").write_text(json.dumps(ROWS["piqa_val.jsonl"]) + "\n{broken\n")
+
+
+def incomplete(folder):
+    (folder / "boolq_val.jsonl").write_text('{"question": "is it"}\n')
+
+
+@pytest.mark.parametrize(
+    ("prepare", "words", "says"),
+    [
+        (lambda folder: None, [], "expected some of wiki.test.raw"),
+        (broken, [], "piqa_val.jsonl, line 2: no JSON"),
+        (incomplete, [], "boolq_val.jsonl, line 1: no row of boolq"),
+        (broken, ['harness.tasks=["piqa", "boolq"]'], "holds nothing for boolq; there is piqa"),
+        (broken, ["harness.most=0"], "most must be a whole number"),
+    ],
+)
+def test_what_is_wrong_is_said_before_the_first_cell(tmp_path, prepare, words, says, capsys):
+    small_model("lmm", dtype=torch.float32, vocab_size=256).save(tmp_path / "model")
+    (tmp_path / "data").mkdir()
+    prepare(tmp_path / "data")
+    given = ["eval", str(tmp_path / "model"), "harness", f"harness.data={tmp_path / 'data'}", *words]
+    assert main(given) == 2
+    assert says in capsys.readouterr().err
+    assert not (tmp_path / "model" / "eval").exists()
+
+
+def test_a_missing_harness_is_named(tmp_path, monkeypatch, capsys):
+    small_model("lmm", dtype=torch.float32, vocab_size=256).save(tmp_path / "model")
+    broken(tmp_path)
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    assert main(["eval", str(tmp_path / "model"), "harness", f"harness.data={tmp_path}"]) == 2
+    assert (
+        "the suite harness needs the package lm_eval: pip install lm_eval, or titanmem[eval]" in capsys.readouterr().err
+    )

@@ -57,6 +57,23 @@ def test_rows_ask_for_the_answer_and_the_end():
         assert BYTES.decode(row[where + 1 :].tolist()) == BYTES.decode(asked[:-1])
 
 
+def test_a_length_that_holds_only_short_keys_is_refused_before_the_first_row():
+    task = Needle(BYTES)
+    with pytest.raises(ValueError, match=r"at least (\d+) tokens") as refused:
+        task.check({"length": 1})
+    least = int(re.search(r"at least (\d+)", str(refused.value))[1])
+    task.check({"length": least})
+    short = 0
+    for number in range(200):
+        task.sample({"length": least}, generator_of(number))
+        try:
+            task.sample({"length": least - 12}, generator_of(number))
+            short += 1
+        except ValueError:
+            pass
+    assert 0 < short < 200
+
+
 def test_a_prompt_that_is_too_short_names_what_is_needed():
     with pytest.raises(ValueError, match=r"length 100 is shorter than needle, question and answer alone: at least \d+"):
         Needle(BYTES).sample({"length": 100}, generator_of(0))
@@ -79,6 +96,44 @@ def test_facts_keep_their_order_in_the_noise(haystack):
         BYTES.decode(alone.prompt)
         == "Mary went home. John took the apple. Mary went out. \nQuestion: Where is Mary?\nAnswer:"
     )
+
+
+def places(count, start=0):
+    """Different stories: somebody goes through numbered rooms."""
+    return [
+        Story((f"Ann went to room {i}.", *("Ann slept.",) * (i % 5)), "Where is Ann?", f"room {i}")
+        for i in range(start, start + count)
+    ]
+
+
+def test_examples_are_short_solved_and_of_other_stories(haystack):
+    task = Babilong(BYTES, {1: places(40)}, haystack, shots=3, examples={1: places(40, 100)})
+    form = r"Ann went to room (\d+)\. (?:Ann slept\. )?\nQuestion: Where is Ann\?\nAnswer: room (\d+)"
+    for number in range(5):
+        sample = task.sample({"length": 900}, generator_of(number))
+        *examples, last = BYTES.decode(sample.prompt).split("\n\n", 3)
+        assert last.endswith("Answer:")
+        for example in examples:
+            room = re.fullmatch(form, example)
+            assert room[1] == room[2] != sample.answer.split()[1]
+        assert len(sample.prompt) + len(sample.answer_ids) + 1 == 900
+        row = task.row(sample)
+        assert BYTES.decode(row.targets[row.targets >= 0].tolist()) == f" {sample.answer}"  # no end is asked
+
+    told = Story(STORY.facts[:2], "Where is Mary?", "home")
+    task = Babilong(BYTES, {1: [STORY, told, *places(12)]}, haystack, shots=3)
+    for number in range(20):
+        sample = task.sample({"length": 900, "index": 0}, generator_of(number))
+        assert all("Mary" not in example for example in BYTES.decode(sample.prompt).split("\n\n", 3)[:3])
+
+
+def test_stories_that_do_not_fit_are_left_out(haystack):
+    long = Story(("Ann slept. " * 60,), "Who?", "Ann")
+    task = Babilong(BYTES, {1: [long, STORY]}, haystack)
+    assert {task.sample({"length": 200}, generator_of(i)).answer for i in range(9)} == {"out"}
+    assert {task.sample({"length": 900}, generator_of(i)).answer for i in range(9)} == {"out", "Ann"}
+    with pytest.raises(ValueError, match=r"length 50 is shorter than every story of QA1: at least \d+"):
+        task.check({"length": 50})
 
 
 def test_babi_files_are_read_and_broken_lines_are_named(tmp_path):

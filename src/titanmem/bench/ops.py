@@ -86,7 +86,8 @@ class MemoryProblem:
     def run(self, leaves: list[Tensor], form: str) -> tuple[Tensor, FastWeights]:
         q, k, v, *rest = leaves
         n = self.case.depth
-        gates = Gates(*(tuple(rest[i * n : (i + 1) * n]) for i in range(3)))
+        step, momentum, forget = (tuple(rest[i * n : (i + 1) * n]) for i in range(3))
+        gates = Gates(step, momentum, forget)
         fast = FastWeights(tuple(rest[3 * n : 4 * n]), tuple(rest[4 * n : 5 * n]))
         with titanmem.backend(memory=form):
             return memory(q, k, v, gates, fast, gain=rest[-1], chunk_len=self.case.chunk, clip=10.0)

@@ -106,5 +106,15 @@ def machine() -> dict[str, str]:
                 found[package] = version(package)
             except ModuleNotFoundError:
                 found[package] = "from source"
-    found["device"] = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor()
+    found["device"] = torch.cuda.get_device_name() if torch.cuda.is_available() else processor()
     return found
+
+
+def processor() -> str:
+    """The CPU's name, as far as the system tells it."""
+    try:
+        with open("/proc/cpuinfo") as file:
+            names = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]
+    except OSError:
+        names = []
+    return names[0] if names else platform.processor() or platform.machine()

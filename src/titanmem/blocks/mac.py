@@ -12,9 +12,7 @@ The second form reads a fixed number of memory tokens per segment with learned q
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +28,7 @@ from titanmem.layers.window_attention import WindowAttention
 from titanmem.ops.attention import Prefix, attend
 from titanmem.ops.layout import Layout
 from titanmem.ops.memory import memory_read
-from titanmem.ops.memory.plan import on_borders, segment_walk
+from titanmem.ops.segments import Piece, cut_segments, join_pieces
 from titanmem.ops.streams import conv_streams, unit_rows
 from titanmem.state import ConvState, MemoryState, State
 
@@ -100,7 +98,7 @@ class MACBlock(Block):
     def mix(self, x: Tensor, state: MACState, context: Context) -> tuple[Tensor, State, Probe | None]:
         outputs, probes = [], []
         fresh = self.start(x.shape[0]) if context.layout.starts is not None else None
-        pieces = list(self._pieces(x, state, context.layout))
+        pieces = self._pieces(x, state, context.layout)
         for piece in pieces:
             if piece.reset is not None and fresh is not None:
                 state = fresh.where(piece.reset, state)
@@ -112,31 +110,15 @@ class MACBlock(Block):
         if context.probe:
             seen = [p for p in probes if p is not None]
             parts = zip(*(vars(p).values() for p in seen), strict=True)
-            probe = Probe(*(_join(pieces, list(xs), x.shape[1]) for xs in parts))
-        return _join(pieces, outputs, x.shape[1]), state, probe
+            probe = Probe(*(join_pieces(pieces, list(xs), x.shape[1]) for xs in parts))
+        return join_pieces(pieces, outputs, x.shape[1]), state, probe
 
-    def _pieces(self, x: Tensor, state: MACState, layout: Layout) -> Iterator[Piece]:
-        """Cut a call at segment borders. Known borders are slices; ragged rows and documents are gathered."""
-        length, tokens = self.config.segment_len, x.shape[1]
-        first: int | None = 0
-        if layout.whole and tokens == 1:
-            yield Piece(0, 1)
-            return
-        if layout.lengths is None and not (layout.starts is not None and torch.compiler.is_compiling()):
-            if state.segment is not None:
-                first = _common(state.segment.offset)
-            if first is not None:
-                borders = [0, *range(length - first, tokens, length), tokens]
-                if layout.starts is None:
-                    yield from (Piece(a, b) for a, b in pairwise(borders))
-                    return
-                if first == 0 and on_borders(layout.starts, length):
-                    yield from (Piece(a, b, reset=layout.starts[:, a]) for a, b in pairwise(borders))
-                    return
-        offset = torch.zeros(x.shape[0], dtype=torch.int64, device=x.device)
-        offset = offset if state.segment is None else state.segment.offset
-        for index, lengths, reset in segment_walk(offset, tokens, length, layout.lengths, layout.starts):
-            yield Piece(0, tokens, index, lengths, reset)
+    def _pieces(self, x: Tensor, state: MACState, layout: Layout) -> list[Piece]:
+        """Cut a call at segment borders."""
+        if layout.whole and x.shape[1] == 1:
+            return [Piece(0, 1)]
+        offset = None if state.segment is None else state.segment.offset
+        return cut_segments(offset, x.shape[0], x.shape[1], self.config.segment_len, layout)
 
     def _segment(self, x: Tensor, state: MACState, context: Context) -> tuple[Tensor, MACState, Probe | None]:
         """Tokens x [B, n, dim] that lie in one segment of every row."""
@@ -257,39 +239,3 @@ class MACBlock(Block):
         blank = state.segment.map(torch.zeros_like)
         fresh = replace(blank, weight=state.memory.weight)
         return replace(state, segment=fresh.where(full, state.segment))
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Part of a call within one segment: tokens first … last−1, or those in `index` [B, n] with their lengths."""
-
-    first: int
-    last: int
-    index: Tensor | None = None
-    lengths: Tensor | None = None
-    reset: Tensor | None = None
-
-    def take(self, x: Tensor) -> Tensor:
-        if self.index is None:
-            return x[:, self.first : self.last]
-        return x.gather(1, self.index.unsqueeze(-1).expand(-1, -1, x.shape[-1]))
-
-
-def _join(pieces: list[Piece], outputs: list[Tensor], tokens: int) -> Tensor:
-    """Outputs of pieces back in the call's order; tokens of no piece are 0."""
-    if pieces[0].index is None:
-        return torch.cat(outputs, 1)
-    total = outputs[0].new_zeros(outputs[0].shape[0], tokens + 1, *outputs[0].shape[2:])
-    for piece, y in zip(pieces, outputs, strict=True):
-        assert piece.index is not None
-        assert piece.lengths is not None
-        real = torch.arange(y.shape[1], device=y.device) < piece.lengths.unsqueeze(1)
-        index = torch.where(real, piece.index, tokens)
-        total = total.scatter(1, index.reshape(index.shape + (1,) * (y.dim() - 2)).expand_as(y), y)
-    return total[:, :tokens]
-
-
-def _common(offset: Tensor) -> int | None:
-    """The offset that all rows share, if they do."""
-    first = int(offset[0])
-    return first if bool((offset == first).all()) else None

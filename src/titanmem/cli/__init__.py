@@ -15,7 +15,6 @@ VERBS = {
     "generate": "continue a prompt with a saved model",
     "eval": "measure a model: perplexity, needle, BABILong, recall, what its memory does",
     "report": "join evaluations into one page, beside the published numbers",
-    "harness": "write tasks on local files for lm-evaluation-harness",
     "bench": "how fast it is, beside its peers",
     "doctor": "what this machine can run, and which form of each operation it picks",
 }

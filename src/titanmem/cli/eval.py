@@ -39,10 +39,9 @@ def run(arguments: argparse.Namespace) -> int:
     suites = [make_suite(name, settings[name]) for name in names]
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     subject = Subject.open(arguments.model, device, arguments.piece)
-    for suite in suites:  # what is wrong is said before hours are spent
-        suite.open(subject)
+    opened = [suite.open(subject) for suite in suites]  # what is wrong is said before hours are spent
     out = arguments.out or Path(arguments.model) / "eval"
-    for suite in suites:
-        run_suite(subject, suite, out)
+    for suite, measure in zip(suites, opened, strict=True):
+        run_suite(subject, suite, out, measure)
     print(f"results in {out}: " + ", ".join(f"{name}.json" for name in names))
     return 0

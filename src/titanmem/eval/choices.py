@@ -100,6 +100,7 @@ def read_lines(folder: str, pattern: str) -> list[tuple[str, dict[str, Any]]]:
             found.append((f"{files[0]}, line {number}", json.loads(line)))
         except json.JSONDecodeError as error:
             raise ValueError(f"{files[0]}, line {number}: no JSON: {line[:60]!r}") from error
+    require(bool(found), f"{files[0]} is empty")
     return found
 
 
@@ -109,9 +110,22 @@ def read_questions(folder: str, name: str) -> list[Question]:
     found = []
     for place, line in read_lines(folder, pattern):
         try:
-            found.append(parse(line))
-        except (KeyError, ValueError, TypeError) as error:
-            raise ValueError(f"{place}: no question of {name} ({error})") from error
+            question = parse(line)
+            require(0 <= question.right < len(question.pairs), f"answer {question.right} of {len(question.pairs)}")
+            require(min(question.lengths) > 0, "an ending is empty")
+        except (KeyError, ValueError, TypeError, AttributeError, IndexError) as error:
+            raise ValueError(f"{place}: no question of {name} ({type(error).__name__}: {error})") from error
+        found.append(question)
+    return found
+
+
+def read_lambada(folder: str) -> list[str]:
+    """All texts of LAMBADA."""
+    found = []
+    for place, line in read_lines(folder, "lambada*.jsonl"):
+        text = line.get("text") if isinstance(line, dict) else None
+        require(isinstance(text, str) and " " in text.strip(), f"{place}: expected a text of several words, got {line}")
+        found.append(str(text))
     return found
 
 
@@ -152,11 +166,11 @@ class ChoicesSuite(Config, Suite):
     def open(self, subject: Subject) -> Measure:
         words = subject.words()
         questions = {name: read_questions(self.folder, name)[: self.most] for name in self.sets if name != LAMBADA}
-        texts = read_lines(self.folder, "lambada*.jsonl")[: self.most] if LAMBADA in self.sets else []
+        texts = read_lambada(self.folder)[: self.most] if LAMBADA in self.sets else []
 
         def measure(cell: Cell) -> Result:
             if cell["set"] == LAMBADA:
-                return lambada(subject, words, [line["text"] for _, line in texts])
+                return lambada(subject, words, texts)
             return choose(subject, words, questions[cell["set"]])
 
         return measure

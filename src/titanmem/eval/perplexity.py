@@ -35,6 +35,8 @@ def documents(path: str) -> dict[str, str]:
                 found[f"{file.name}:{number}"] = json.loads(line)["text"]
             except (json.JSONDecodeError, KeyError, TypeError) as error:
                 raise ValueError(f"{file}, line {number}: expected an object with a text, got {line[:60]!r}") from error
+    for name, text in found.items():
+        require(isinstance(text, str) and bool(text.strip()), f"{path}: {name} holds no text; leave it out")
     return found
 
 
@@ -91,7 +93,8 @@ class PerplexitySuite(Config, Suite):
             total = -torch.cat(chances).sum().item()
             count = {"words": len(re.split(r"\s+", text)) * share, "bytes": len(text.encode()) * share}
             return {
-                "tokens": len(tokens), "loss": total / len(tokens), "perplexity": math.exp(total / len(tokens)),
+                "tokens": len(tokens), "loss": total / len(tokens),
+                "perplexity": math.exp(min(700, total / len(tokens))),
                 "word_perplexity": math.exp(min(700, total / count["words"])),
                 "bits_per_byte": total / count["bytes"] / math.log(2),
                 "by_position": by_position(-torch.cat(chances), targets >= 0),

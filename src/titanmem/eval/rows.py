@@ -18,11 +18,14 @@ from titanmem.tasks.needle import Needle
 from titanmem.tasks.text import TextTask
 from titanmem.train.plots import new_figure
 
+SHOTS = 3  # examples for a model that does not know the form of BABILong
+
 
 def ask(subject: Subject, task: Task, level: dict[str, Any], rows: int, seed: int) -> list[tuple[float, float]]:
     """Of every row: the share of right answers, and whether all are right."""
-    generator = generator_of(seed, int(level["length"]))
-    most = max(1, subject.piece // max(1, int(level["length"])))
+    length = int(level["length"])
+    generator = generator_of(seed, length)
+    most = max(1, subject.piece // length) if length else 1  # stories alone have different lengths
     found: list[tuple[float, float]] = []
     while len(found) < rows:
         ids, targets = task.batch(min(most, rows - len(found)), level, generator)
@@ -59,12 +62,17 @@ class TaskSuite(Config, Suite):
         made = {name: open_task(name, subject.tokenizer, **self.settings) for name in self.tasks or self.known}
         for name, task in made.items():
             require(
-                task.vocab_size <= subject.model.config.vocab_size,
-                f"{name} has {task.vocab_size} ids and the model {subject.model.config.vocab_size}: it was not trained "
-                "for this task, or the task's settings differ",
+                task.vocab_size <= subject.vocab_size,
+                f"{name} has {task.vocab_size} ids and the model {subject.vocab_size}: it was not trained for this "
+                f"task, or the task's settings differ{self._hint(subject)}",
+            )
+            require(
+                task.summary_id == subject.model.config.summary_id,
+                f"{name} and the model have different summary tokens ({task.summary_id}, "
+                f"{subject.model.config.summary_id}): it was not trained for this task{self._hint(subject)}",
             )
         for cell in self.cells():
-            made[cell["task"]].batch(1, _level(cell), generator_of(0))
+            made[cell["task"]].check(_level(cell))
 
         def measure(cell: Cell) -> Result:
             task = made[cell["task"]]
@@ -73,6 +81,12 @@ class TaskSuite(Config, Suite):
             return {**mean(share for share, _ in found), "exact": exact, "chance": task.chance(cell)}
 
         return measure
+
+    def _hint(self, subject: Subject) -> str:
+        """How to ask for what the model was trained on."""
+        return (
+            f'; give {self.name}.tasks=["{subject.task}"]' if len(self.known) > 1 and subject.task in self.known else ""
+        )
 
     def cells(self) -> list[Cell]:
         names = self.tasks or self.known
@@ -126,6 +140,11 @@ class TextSuite(Config, Suite):
         check_types(self)
         check_counts(self, "samples", "answer_tokens")
         require(self.score in ("exact", "contains"), f"score is 'exact' or 'contains', got {self.score!r}")
+        for name in ("kinds", "lengths", "depths", "tasks"):
+            given = getattr(self, name, [0])
+            require(
+                isinstance(given, (list, tuple)) and bool(given), f"{self.name}.{name} is a list of some, got {given!r}"
+            )
 
     def ask(self, subject: Subject, task: TextTask, level: dict[str, Any]) -> Result:
         """The share of right answers to a level's samples."""
@@ -134,14 +153,24 @@ class TextSuite(Config, Suite):
         generator = generator_of(self.seed, int(level["length"]))
         right = []
         for _ in range(self.samples):
-            sample = task.sample({**level, "length": self.room(level)}, generator)
+            sample = task.sample(self.room(level), generator)
             found = subject.answer(sample.prompt, self.answer_tokens, (task.tokenizer.end,))
-            right.append(float(sample.answer.lower() in task.tokenizer.decode(found).lower()))
+            said = self.said(task.tokenizer.decode(found))
+            right.append(float(sample.answer.lower() in said.lower()))
         return mean(right)
 
-    def room(self, level: dict[str, Any]) -> int:
-        """A length includes the tokens that are generated."""
-        return max(0, int(level["length"]) - self.answer_tokens)
+    def said(self, text: str) -> str:
+        """The part of a generated text in which the answer counts."""
+        return text
+
+    def check(self, task: TextTask, levels: Sequence[dict[str, Any]]) -> None:
+        """Whether every level can be asked."""
+        for level in levels:
+            task.check(level if self.score == "exact" else self.room(level))
+
+    def room(self, level: dict[str, Any]) -> dict[str, Any]:
+        """The level without the tokens that are generated: a length includes them."""
+        return {**level, "length": max(0, int(level["length"]) - self.answer_tokens)}
 
 
 @dataclass(frozen=True)
@@ -163,8 +192,7 @@ class NeedleSuite(TextSuite):
         texts = {kind: None if kind == "pk" else self.text for kind in self.kinds}
         made = {kind: Needle(words, kind, Haystack.folder(t, words) if t else None) for kind, t in texts.items()}
         for task in made.values():
-            least = min(self.lengths) - (self.answer_tokens if self.score == "contains" else 0)
-            task.batch(1, {"length": least}, generator_of(0))
+            self.check(task, [{"length": n, "depth": depth} for n in self.lengths for depth in self.depths])
         return lambda cell: self.ask(subject, made[cell["kind"]], cell)
 
     def cells(self) -> list[Cell]:
@@ -196,29 +224,38 @@ def _find(results: list[Result], kind: str, length: int, depth: float) -> float:
 
 @dataclass(frozen=True)
 class BabilongSuite(TextSuite):
-    """Facts of bAbI in long text; `facts` is the folder of bAbI v1.2, `text` one of .txt files."""
+    """Facts of bAbI in long text; `facts` is the folder of bAbI v1.2, `text` one of .txt files. `shots` solved examples
+    come first; by default none for a model that was trained on BABILong, and three for any other."""
 
     facts: str = ""
     text: str = ""
     tasks: Sequence[int] = (1, 2, 3, 4, 5)
     lengths: Sequence[int] = (1024, 2048, 4096)
-    shots: int = 0
+    shots: int | None = None
 
     name: ClassVar[str] = "babilong"
     columns: ClassVar[dict[str, str]] = {
-        "qa": "task", "length": "length", "score": "right", "stderr": "± stderr", "n": "samples", "chance": "chance",
+        "qa": "task", "length": "length", "shots": "shots", "score": "right", "stderr": "± stderr", "n": "samples",
+        "chance": "chance",
     }  # fmt: skip
 
     def open(self, subject: Subject) -> Measure:
         require(bool(self.facts and self.text), "give babilong.facts (the folder of bAbI v1.2) and babilong.text")
-        task = Babilong.open(subject.words(), self.facts, self.text, shots=self.shots)
-        return lambda cell: {**self.ask(subject, task, cell), "chance": task.chance(cell)}
+        shots = self.shots
+        if shots is None:
+            shots = 0 if subject.task == Babilong.name else SHOTS
+        task = Babilong.open(subject.words(), self.facts, self.text, shots=shots)
+        self.check(task, self.cells())
+        return lambda cell: {"shots": shots, **self.ask(subject, task, cell), "chance": task.chance(cell)}
 
     def cells(self) -> list[Cell]:
         return [{"qa": task, "length": length} for task in self.tasks for length in self.lengths]
 
-    def room(self, level: dict[str, Any]) -> int:
-        return int(level["length"])
+    def room(self, level: dict[str, Any]) -> dict[str, Any]:
+        return level  # the answer is one word
+
+    def said(self, text: str) -> str:
+        return text.strip().partition("\n")[0]  # after it a model asks itself the next question
 
     def figure(self, results: list[Result]) -> Any:
         figure, (axis,) = new_figure(1, width=6)

@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import log_softmax
 
+from titanmem.config import require
 from titanmem.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from titanmem.models.language import TitansLM
 from titanmem.tasks.base import IGNORED
+from titanmem.train.config import TrainConfig
 from titanmem.train.data import tokenizer_of
 from titanmem.train.export import load_run, read_run
 
@@ -20,17 +22,23 @@ from titanmem.train.export import load_run, read_run
 class Subject:
     """Wraps `model`; anything with the same call, model(ids [B, T], state) → logits [B, T, V], state, will do.
 
-    `piece`: tokens of all rows that are read at once."""
+    `piece`: tokens of all rows that are read at once. `task`: what it was trained on, if that was a task."""
 
-    def __init__(self, model: Any, tokenizer: Tokenizer | None = None, name: str = "", piece: int = 8192) -> None:
-        self.model, self.tokenizer, self.name, self.piece = model, tokenizer, name, piece
+    def __init__(
+        self, model: Any, tokenizer: Tokenizer | None = None, name: str = "", piece: int = 8192, task: str | None = None
+    ) -> None:
+        require(piece >= 1, f"piece is a number of tokens that are read at once, at least 1, got {piece}")
+        self.model, self.tokenizer, self.name, self.piece, self.task = model, tokenizer, name, piece, task
 
     @classmethod
     def open(cls, folder: str | Path, device: torch.device | str = "cpu", piece: int = 8192) -> Subject:
         """An exported model, or the newest checkpoint of a run."""
         path = Path(folder)
         if (path / "checkpoints").is_dir():
-            return cls(load_run(path)[0].to(device).eval(), tokenizer_of(read_run(path)), str(folder), piece)
+            config = read_run(path)
+            trained = config.task if isinstance(config, TrainConfig) else None
+            task = None if trained is None else trained.name
+            return cls(load_run(path)[0].to(device).eval(), tokenizer_of(config), str(folder), piece, task)
         model = TitansLM.load(path, device).eval()
         found = load_tokenizer(path) if any(path.glob("tokenizer*")) else None
         if found is None and model.config.vocab_size == ByteTokenizer.vocab_size:
@@ -41,10 +49,20 @@ class Subject:
     def device(self) -> torch.device:
         return next(self.model.parameters()).device
 
+    @property
+    def vocab_size(self) -> int:
+        """Ids that the model knows."""
+        return int(self.model.config.vocab_size)
+
     def words(self) -> Tokenizer:
-        """The tokenizer of a model that reads text."""
+        """The tokenizer of a model that reads text; one of another vocabulary is refused."""
         if self.tokenizer is None:
             raise ValueError(f"{self.name or 'the model'} has no tokenizer, so it cannot read text; export one with it")
+        if self.tokenizer.vocab_size > self.vocab_size:
+            raise ValueError(
+                f"the tokenizer has {self.tokenizer.vocab_size} ids, {self.name or 'the model'} {self.vocab_size}: "
+                "they do not belong together; export the model again with its own"
+            )
         return self.tokenizer
 
     @torch.no_grad()

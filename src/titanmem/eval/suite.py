@@ -72,15 +72,16 @@ def fingerprint(folder: str) -> str:
     return digest.hexdigest()[:16]
 
 
-def run_suite(subject: Subject, suite: Suite, folder: Path) -> dict[str, Any]:
-    """Measure what is not measured yet; leaves FOLDER/SUITE.json and SUITE.png."""
+def run_suite(subject: Subject, suite: Suite, folder: Path, measure: Measure | None = None) -> dict[str, Any]:
+    """Measure what is not measured yet; leaves FOLDER/SUITE.json and SUITE.png. `measure`: what `suite.open` gave, if
+    it was called already."""
     folder.mkdir(parents=True, exist_ok=True)
     weights = fingerprint(subject.name)
     about = {"suite": suite.name, "model": subject.name, "weights": weights, "settings": suite.to_dict()}
     about = json.loads(json.dumps(about))
     journal = folder / f"{suite.name}.jsonl"
     done = read_journal(journal, about)
-    measure = suite.open(subject)
+    measure = measure or suite.open(subject)
     cells = suite.cells()
     begin = time.perf_counter()
     with journal.open("a") as file, tqdm(total=len(cells), desc=suite.name, unit="cell", dynamic_ncols=True) as bar:

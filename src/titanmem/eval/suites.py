@@ -8,6 +8,7 @@ from typing import Any
 
 from titanmem.config import check_keys
 from titanmem.eval.choices import ChoicesSuite
+from titanmem.eval.harness import HarnessSuite
 from titanmem.eval.memory import MemorySuite
 from titanmem.eval.perplexity import PerplexitySuite
 from titanmem.eval.rows import BabilongSuite, MadSuite, NeedleSuite, RecallSuite, TrackingSuite
@@ -17,6 +18,7 @@ SUITES: dict[str, type[Any]] = {
     suite.name: suite
     for suite in (
         PerplexitySuite, NeedleSuite, BabilongSuite, RecallSuite, MadSuite, TrackingSuite, MemorySuite, ChoicesSuite,
+        HarnessSuite,
     )
 }  # fmt: skip
 

@@ -1,20 +1,29 @@
-"""lm-evaluation-harness: its own tasks on local files, and its own command with titanmem's architecture known.
+"""lm-evaluation-harness: its own tasks on local files, in Python or by its own command with titanmem's models known.
 
-    titanmem harness DATA TASKS
+    python -m titanmem.hf.harness write DATA TASKS
     python -m titanmem.hf.harness run --model hf --model_args pretrained=MODEL \\
         --include_path TASKS --tasks titanmem_piqa
 
 A task `titanmem_NAME` is the harness's task NAME, prompts and metrics included; only the data set is a local file.
+`titanmem eval MODEL harness` needs neither command.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator
+import shutil
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
+
+from titanmem.data.packages import load_package
+from titanmem.data.tokenizer import Tokenizer
+from titanmem.models.language import TitansLM
 
 Row = dict[str, Any]
 
@@ -61,25 +70,42 @@ TASKS = [
 ]
 
 
-def write_tasks(data: Path, out: Path) -> list[str]:
-    """Write a task and its rows into `out` for every data set found under `data`; returns the tasks' names."""
-    import lm_eval.tasks
-
-    home = Path(lm_eval.tasks.__file__).parent
-    written = []
-    for task in TASKS:
-        source = next((path for name in task.files for path in sorted(data.rglob(name))), None)
-        if source is None:
-            continue
-        rows = (out / "data" / f"{task.name}.jsonl").absolute()
-        rows.parent.mkdir(parents=True, exist_ok=True)
-        rows.write_text("".join(json.dumps(task.convert(row)) + "\n" for row in read_rows(source)))
-        (out / f"{task.name}.yaml").write_text(_yaml(task, home / task.base, rows))
-        written.append(f"titanmem_{task.name}")
-    if not written:
+def find_data(data: Path) -> dict[str, Path]:
+    """The files of the data sets that are there, by task."""
+    places = {task.name: [path for name in task.files for path in sorted(data.rglob(name))] for task in TASKS}
+    found = {name: paths[0] for name, paths in places.items() if paths}
+    if not found:
         known = ", ".join(name for task in TASKS for name in task.files)
         raise ValueError(f"{data} holds none of the known data sets; expected some of {known}")
-    return written
+    return found
+
+
+def write_tasks(data: Path, out: Path, names: Sequence[str] = ()) -> list[str]:
+    """Write a task and its rows into `out` for every data set found under `data`, or for these alone; returns the
+    tasks' names in the harness."""
+    load_package("lm_eval", "lm-evaluation-harness", "eval")
+    import lm_eval.tasks
+
+    home, there = Path(lm_eval.tasks.__file__).parent, find_data(data)
+    missing = [name for name in names if name not in there]
+    if missing:
+        raise ValueError(f"{data} holds nothing for {', '.join(missing)}; there is {', '.join(there)}")
+    chosen = [task for task in TASKS if task.name in (names or there)]
+    for task in chosen:
+        rows = (out / "data" / f"{task.name}.jsonl").absolute()
+        rows.parent.mkdir(parents=True, exist_ok=True)
+        rows.write_text("".join(json.dumps(row) + "\n" for row in converted(task, there[task.name])))
+        (out / f"{task.name}.yaml").write_text(_yaml(task, home / task.base, rows))
+    return [f"titanmem_{task.name}" for task in chosen]
+
+
+def converted(task: LocalTask, source: Path) -> Iterator[Row]:
+    """The rows of a file as the hub has them; a row that is not one is named."""
+    for place, row in read_rows(source):
+        try:
+            yield task.convert(row)
+        except (KeyError, TypeError, AttributeError, IndexError) as error:
+            raise ValueError(f"{place}: no row of {task.name} ({type(error).__name__}: {error})") from error
 
 
 def _yaml(task: LocalTask, base: Path, rows: Path) -> str:
@@ -100,13 +126,20 @@ def _yaml(task: LocalTask, base: Path, rows: Path) -> str:
     return "\n".join(lines) + "\n"
 
 
-def read_rows(path: Path) -> Iterator[Row]:
-    """The rows of a JSON lines file, or the articles of a WikiText file."""
+def read_rows(path: Path) -> Iterator[tuple[str, Row]]:
+    """The rows of a JSON lines file, or the articles of a WikiText file, each with where it stands."""
     with path.open(encoding="utf-8") as file:
         lines = list(file)
     if path.suffix == ".raw":
-        return ({"page": page} for page in articles(lines))
-    return (json.loads(line) for line in lines if line.strip())
+        yield from ((str(path), {"page": page}) for page in articles(lines))
+        return
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            yield f"{path}, line {number}", json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path}, line {number}: no JSON: {line[:60]!r}") from error
 
 
 def articles(lines: Iterable[str]) -> Iterator[str]:
@@ -123,14 +156,64 @@ def articles(lines: Iterable[str]) -> Iterator[str]:
         yield "".join(held)
 
 
-def main() -> None:
-    """The command lm_eval, which finds titanmem's models without trust_remote_code."""
+class Harness:
+    """A TitansLM and its tokenizer inside the harness, with tasks on the files in `data`.
+
+    `tokens` at most are read at once, with `length` the longest text; the model has no limit of its own."""
+
+    def __init__(
+        self, model: TitansLM, tokenizer: Tokenizer, data: Path, names: Sequence[str], length: int, tokens: int
+    ) -> None:
+        load_package("lm_eval", "the suite harness", "eval")
+        from lm_eval.models.huggingface import HFLM
+        from lm_eval.tasks import TaskManager
+
+        from titanmem.hf import TitansForCausalLM, fast_tokenizer
+
+        folder = mkdtemp(prefix="titanmem-harness-")
+        weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+        write_tasks(data, Path(folder), names)
+        self.tasks = TaskManager(include_path=folder, include_defaults=False)
+        device = str(next(model.parameters()).device)
+        self.model = HFLM(
+            TitansForCausalLM.from_core(model), tokenizer=fast_tokenizer(tokenizer), max_length=length, device=device,
+            batch_size=max(1, tokens // length),
+        )  # fmt: skip
+
+    def measure(self, name: str, shots: int | None = None, most: int | None = None) -> tuple[dict[str, float], int]:
+        """The harness's metrics of a task by name, and how many questions were asked."""
+        from lm_eval import simple_evaluate
+
+        task = f"titanmem_{name}"
+        found: Any = simple_evaluate(
+            self.model, tasks=[task], num_fewshot=shots, limit=most, task_manager=self.tasks, log_samples=False
+        )
+        numbers = {key.partition(",")[0]: value for key, value in found["results"][task].items()}
+        kept = {key: float(value) for key, value in numbers.items() if isinstance(value, (int, float))}
+        return kept, int(found["n-samples"][task]["effective"])
+
+
+def main() -> int:
+    """`write`, and otherwise the command lm_eval, which finds titanmem's models without trust_remote_code."""
+    if sys.argv[1:2] == ["write"]:
+        if len(sys.argv) != 4:
+            print("usage: python -m titanmem.hf.harness write DATA TASKS", file=sys.stderr)
+            return 2
+        try:
+            names = write_tasks(Path(sys.argv[2]), Path(sys.argv[3]))
+        except (ValueError, OSError) as error:
+            print(f"titanmem.hf.harness: {error}", file=sys.stderr)
+            return 2
+        print(f"{len(names)} tasks in {sys.argv[3]}: {', '.join(names)}")
+        return 0
+    load_package("lm_eval", "lm-evaluation-harness", "eval")
     from lm_eval.__main__ import cli_evaluate
 
     import titanmem.hf  # noqa: F401  registers the architecture
 
     cli_evaluate()
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

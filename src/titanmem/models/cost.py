@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from titanmem.blocks.fla import FLA_LAYERS, layer_parameters
 from titanmem.layers.neural_memory import MemoryConfig
 from titanmem.models.language import TitansConfig
+from titanmem.models.summary import decoder_width
 
+PLAIN = ("attention", "rmt", *FLA_LAYERS)  # blocks without a neural memory
 FLOAT = 4  # bytes of the memory's state per number, whatever the activations are
 
 
@@ -26,7 +29,9 @@ def block_parameters(config: TitansConfig, name: str) -> int:
     assert config.mlp_width is not None
     total = 2 * d + 3 * d * config.mlp_width
     attention, combine, persistent = 4 * d * d, 2 * d + d * d, config.num_persistent * d
-    if name == "attention":
+    if name in FLA_LAYERS:
+        return total + layer_parameters(name, d, config.num_heads)
+    if name in PLAIN:
         return total + attention
     if name == "lmm":
         return total + memory_parameters(memory, memory.output_gate) + (persistent if config.persistent_memory else 0)
@@ -44,7 +49,13 @@ def parameters(config: TitansConfig) -> int:
     """Parameters of the whole model; a tied head counts once."""
     embedding = config.vocab_size * config.dim
     blocks = sum(block_parameters(config, name) for name in config.blocks)
-    return embedding * (1 if config.tie_embeddings else 2) + blocks + config.dim
+    carried = config.carried_tokens * config.dim
+    return embedding * (1 if config.tie_embeddings else 2) + blocks + carried + summary_parameters(config) + config.dim
+
+
+def summary_parameters(config: TitansConfig) -> int:
+    """Parameters of the decoder behind a summary token."""
+    return 0 if config.summary_id is None else 3 * config.dim * decoder_width(config.dim) + config.dim
 
 
 def memory_state_bytes(c: MemoryConfig, activation: int = FLOAT) -> int:
@@ -63,15 +74,21 @@ def memory_state_bytes(c: MemoryConfig, activation: int = FLOAT) -> int:
 
 
 def block_state_bytes(config: TitansConfig, name: str, tokens: int, activation: int = FLOAT) -> int:
-    """Bytes of one row's block state after `tokens` tokens, in the middle of chunks and segments."""
+    """Bytes of one row's block state after `tokens` tokens, in the middle of chunks and segments. What layers of
+    flash-linear-attention carry is not counted."""
     d, memory = config.dim, config.memory_config()
 
     def window(length: int | None) -> int:
         kept = tokens if length is None else length - 1
         return 2 * kept * d * activation + 8
 
+    if name in FLA_LAYERS:
+        return 8
     if name == "attention":
         return window(config.attention_window)
+    if name == "rmt":
+        inside = tokens % config.segment_len
+        return 2 * (inside + config.carried_tokens if inside else 0) * d * activation + 8
     total = memory_state_bytes(memory, activation)
     if name == "lmm":
         return total
@@ -87,7 +104,9 @@ def block_state_bytes(config: TitansConfig, name: str, tokens: int, activation: 
 
 def state_bytes(config: TitansConfig, tokens: int = 1 << 20, activation: int = FLOAT) -> int:
     """Bytes of one row's ModelState after `tokens` tokens. Only full attention makes it depend on them."""
-    return sum(block_state_bytes(config, name, tokens, activation) for name in config.blocks)
+    carried = config.carried_tokens * config.dim * activation
+    carried += 0 if config.summary_id is None else config.dim * activation + 8
+    return carried + sum(block_state_bytes(config, name, tokens, activation) for name in config.blocks)
 
 
 def memory_flops(c: MemoryConfig) -> int:
@@ -109,16 +128,18 @@ def flops_per_token(config: TitansConfig, length: int) -> int:
         w = min(window or length, length)
         return (w * (w + 1) / 2 + (length - w) * w) / length
 
-    total = 2 * config.vocab_size * config.dim
+    total = 2 * config.vocab_size * config.dim + 2 * summary_parameters(config)
     for name in config.blocks:
-        prefix = 0 if name == "attention" else config.num_persistent
+        prefix = 0 if name in PLAIN else config.num_persistent
         weights = block_parameters(config, name) - prefix * config.dim
         visible = {
             "attention": seen(config.attention_window),
+            "rmt": seen(config.segment_len) + config.carried_tokens,
             "lmm": 0.0,
+            **dict.fromkeys(FLA_LAYERS, 0.0),
             "mac": seen(config.segment_len) + (config.memory_tokens or seen(config.segment_len)) + prefix,
         }.get(name, seen(config.window_len) + prefix)
         total += round(4 * config.dim * visible)
-        total += 2 * (weights - (0 if name == "attention" else initial))
-        total += 0 if name == "attention" else memory_flops(memory)
+        total += 2 * (weights - (0 if name in PLAIN else initial))
+        total += 0 if name in PLAIN else memory_flops(memory)
     return total

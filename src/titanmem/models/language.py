@@ -6,24 +6,27 @@ Legend: B batch, T tokens, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Self, overload
 
 import torch
 from torch import Tensor, nn
 
-from titanmem.blocks import BLOCKS, Block, BlockConfig
+from titanmem.blocks import Block, BlockConfig, known_blocks, make_block
 from titanmem.blocks.base import Context
 from titanmem.config import check_counts, check_keys, check_types, require
 from titanmem.layers.neural_memory import MemoryConfig, Probe
 from titanmem.layers.norm import RMSNorm
 from titanmem.models import generation
 from titanmem.models.base import Model, ModelConfig, fill, read_config
-from titanmem.ops.layout import Layout, check_mask, pack, pack_order, unpack
+from titanmem.models.recurrent import Reading, RecurrentMemory
+from titanmem.models.summary import Summary, SummaryState
+from titanmem.ops.layout import Layout, check_mask, document_starts, last_document, pack, pack_order, unpack
 from titanmem.ops.loss import IGNORED, linear_cross_entropy
-from titanmem.state import ModelState, check_same_config
+from titanmem.state import ModelState, State, check_same_config
 
+RMT_TOKENS = 16
 MEMORY_HEAD = 64  # width of a memory head where the model's width allows it
 
 
@@ -43,12 +46,13 @@ class TitansConfig(ModelConfig):
     memory: dict[str, Any] | MemoryConfig = field(default_factory=dict)
     window_len: int | None = 2048  # MAG and MAL
     attention_window: int | None = None  # plain attention blocks; None: full
-    segment_len: int = 512  # MAC
-    memory_tokens: int | None = None  # MAC: None is one per token
+    segment_len: int = 512  # MAC and RMT
+    memory_tokens: int | None = None  # MAC: None is one per token; RMT: None is 16
     num_persistent: int = 128
     persistent_memory: bool = True
     rope_base: float = 10_000.0
     tie_embeddings: bool = True
+    summary_id: int | None = None  # a token whose representation alone answers what follows: MAD's compression
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -68,11 +72,14 @@ class TitansConfig(ModelConfig):
         names = [self.block] * self.num_layers if isinstance(self.block, str) else list(self.block)
         require(len(names) == self.num_layers, f"block lists {len(names)} names for num_layers={self.num_layers}")
         for name in names:
-            require(name in BLOCKS, f"unknown block {name!r}; known: {', '.join(BLOCKS)}")
+            require(name in known_blocks(), f"unknown block {name!r}; known: {', '.join(known_blocks())}")
+        require(len(set(names) | {"rmt"}) == 1 or "rmt" not in names, f"rmt is for all layers or none, got {names}")
         if not isinstance(self.block, str):
             object.__setattr__(self, "block", names)
         if self.mlp_width is None:
             object.__setattr__(self, "mlp_width", -(-self.dim * 8 // 3 // 64) * 64)
+        known_id = self.summary_id is None or 0 <= self.summary_id < self.vocab_size
+        require(known_id, f"summary_id must lie in 0 … {self.vocab_size - 1} or be None, got {self.summary_id}")
         check_counts(self, "mlp_width", *(() if self.memory_tokens is None else ("memory_tokens",)))
         known = set(MemoryConfig.__dataclass_fields__) - {"dim", "output_gate"}
         if isinstance(self.memory, MemoryConfig):
@@ -87,6 +94,11 @@ class TitansConfig(ModelConfig):
     def blocks(self) -> list[str]:
         """The block of every layer."""
         return [self.block] * self.num_layers if isinstance(self.block, str) else list(self.block)
+
+    @property
+    def carried_tokens(self) -> int:
+        """Memory tokens that go from segment to segment: those of RMT."""
+        return (self.memory_tokens or RMT_TOKENS) if "rmt" in self.blocks else 0
 
     def memory_config(self) -> MemoryConfig:
         """Settings of every memory in the model: heads 64 wide where dim allows it."""
@@ -147,7 +159,11 @@ class TitansLM(Model):
         self.config = config
         inner = config.block_config()
         self.embedding = nn.Embedding(config.vocab_size, config.dim)
-        self.blocks = nn.ModuleList(BLOCKS[name](inner) for name in config.blocks)
+        self.blocks = nn.ModuleList(make_block(name, inner) for name in config.blocks)
+        self.recurrent: RecurrentMemory | None = None
+        if config.carried_tokens:
+            self.recurrent = RecurrentMemory(config.dim, config.carried_tokens, config.segment_len)
+        self.summary = None if config.summary_id is None else Summary(config.dim, config.summary_id)
         self.norm = RMSNorm(config.dim)
         self.head = nn.Linear(config.dim, config.vocab_size, bias=False)
         self.reset_parameters()
@@ -159,7 +175,7 @@ class TitansLM(Model):
         nn.init.normal_(self.embedding.weight, std=self.config.dim**-0.5)
         nn.init.normal_(self.head.weight, std=self.config.dim**-0.5)
         shrink = (2 * self.config.num_layers) ** -0.5
-        for name, weight in self.blocks.named_parameters():
+        for name, weight in self.named_parameters():
             if name.endswith(("window.qkv.weight", "mlp.gate.weight", "mlp.up.weight")):
                 nn.init.normal_(weight, std=weight.shape[1] ** -0.5)
             elif name.endswith(("out.weight", "mlp.down.weight")):
@@ -226,7 +242,7 @@ class TitansLM(Model):
             documents = None if documents is None else pack(documents, order)
         lengths = None if mask is None else mask.sum(1)
         before = None if state is None else state.document
-        layout = Layout(lengths, _starts(documents, before, state is not None))
+        layout = Layout(lengths, document_starts(documents, before, state is not None))
         context = Context(layout, learn, probe)
 
         def placed(x: Tensor) -> Tensor:
@@ -235,21 +251,43 @@ class TitansLM(Model):
             return torch.where(mask.unsqueeze(-1), unpack(x, order), 0)
 
         x = self._embed(ids)
-        states, probes = [], []
-        for index, block in enumerate(self.blocks):
-            if trace is not None:
-                trace.append(placed(x))
-            x, after, seen = block(x, None if state is None else state.blocks[index], context)
-            states.append(after)
-            probes.append(seen)
+        inner: list[Tensor] | None = None if trace is None else []
+        if self.recurrent is None:
+            x, states, probes = self._through(x, None if state is None else state.blocks, context, inner)
+            after = ModelState(states)
+        else:
+            fresh = self.start(len(x))
+            reading = Reading(self._through, fresh, context, self.norm)
+            x, after = self.recurrent(x, replace(state or fresh, document=None), reading, inner)
+            probes = [None] * len(self.blocks)
+        if self.summary is not None:
+            require(not ids.is_floating_point(), "a model with a summary token reads ids, not rows of its embedding")
+            told = self.summary.start(len(x)) if state is None else state.summary
+            assert isinstance(told, SummaryState)
+            x, told = self.summary(x, ids, told, layout)
+            after = replace(after, summary=told)
         x = placed(x)
-        if trace is not None:
-            trace.append(x)
-
-        document = _last_document(documents, lengths, before)
+        if trace is not None and inner is not None:
+            trace += [placed(stream) for stream in inner]
         if order is not None:
             probes = [None if p is None else p.map(lambda t: unpack(t, order)) for p in probes]
-        return x, ModelState(tuple(states), document, self.config.to_dict()), probes
+        document = last_document(documents, lengths, before)
+        return x, replace(after, document=document, config=self.config.to_dict()), probes
+
+    def _through(
+        self, x: Tensor, states: Sequence[State] | None, context: Context, trace: list[Tensor] | None
+    ) -> tuple[Tensor, tuple[State, ...], list[Probe | None]]:
+        """All blocks, one after the other; `trace` receives what enters and leaves them."""
+        after, probes = [], []
+        for index, block in enumerate(self.blocks):
+            if trace is not None:
+                trace.append(x)
+            x, new, seen = block(x, None if states is None else states[index], context)
+            after.append(new)
+            probes.append(seen)
+        if trace is not None:
+            trace.append(x)
+        return x, tuple(after), probes
 
     def _embed(self, ids: Tensor) -> Tensor:
         """Tokens at unit scale: beside blocks whose outputs are about 1, smaller ones would drown."""
@@ -263,8 +301,10 @@ class TitansLM(Model):
 
     def start(self, batch: int) -> ModelState:
         """The state before the first token."""
-        blocks = [block for block in self.blocks if isinstance(block, Block)]
-        return ModelState(tuple(block.start(batch) for block in blocks), None, self.config.to_dict())
+        blocks = tuple(block.start(batch) for block in self.blocks if isinstance(block, Block))
+        carried = None if self.recurrent is None else self.recurrent.start(batch)
+        summary = None if self.summary is None else self.summary.start(batch)
+        return ModelState(blocks, None, self.config.to_dict(), carried, summary)
 
     def generate(self, ids: Tensor, max_new_tokens: int = 64, **settings: Any) -> Tensor:
         """Prompt + new ids, [B, T + max_new_tokens] or shorter if every row stopped. Settings: `generation.Sampling`,
@@ -350,23 +390,3 @@ def _warn_other_chunk(saved: TitansConfig, config: TitansConfig) -> None:
             f"this model was trained with chunk_len={was} and is loaded with {now}: another function, often much worse",
             stacklevel=3,
         )
-
-
-def _starts(documents: Tensor | None, before: Tensor | None, resumed: bool) -> Tensor | None:
-    """Where documents begin. The first token continues the state's document unless its id says otherwise."""
-    if documents is None:
-        return None
-    first = torch.zeros_like(documents[:, :1], dtype=torch.bool)
-    if resumed and before is not None:
-        first = (documents[:, :1] != before.unsqueeze(1)) & (before >= 0).unsqueeze(1)
-    return torch.cat([first, documents[:, 1:] != documents[:, :-1]], 1)
-
-
-def _last_document(documents: Tensor | None, lengths: Tensor | None, before: Tensor | None) -> Tensor | None:
-    if documents is None:
-        return before
-    if lengths is None:
-        return documents[:, -1].long()
-    last = documents.gather(1, (lengths - 1).clamp(min=0).unsqueeze(1)).squeeze(1).long()
-    kept = torch.full_like(last, -1) if before is None else before
-    return torch.where(lengths > 0, last, kept)

@@ -62,3 +62,24 @@ def check_mask(mask: Tensor, batch: int, tokens: int) -> None:
             f"mask must be a bool tensor of shape [{batch}, {tokens}] (True for real tokens), "
             f"got {mask.dtype} of shape {list(mask.shape)}; a 0/1 mask becomes one with mask.bool()"
         )
+
+
+def document_starts(documents: Tensor | None, before: Tensor | None, resumed: bool) -> Tensor | None:
+    """Where documents begin. The first token continues the state's document unless its id says otherwise."""
+    if documents is None:
+        return None
+    first = torch.zeros_like(documents[:, :1], dtype=torch.bool)
+    if resumed and before is not None:
+        first = (documents[:, :1] != before.unsqueeze(1)) & (before >= 0).unsqueeze(1)
+    return torch.cat([first, documents[:, 1:] != documents[:, :-1]], 1)
+
+
+def last_document(documents: Tensor | None, lengths: Tensor | None, before: Tensor | None) -> Tensor | None:
+    """The document that every row is in after a call, [B]; −1 where a row has read none."""
+    if documents is None:
+        return before
+    if lengths is None:
+        return documents[:, -1].long()
+    last = documents.gather(1, (lengths - 1).clamp(min=0).unsqueeze(1)).squeeze(1).long()
+    kept = torch.full_like(last, -1) if before is None else before
+    return torch.where(lengths > 0, last, kept)

@@ -13,7 +13,7 @@ from __future__ import annotations
 from titanmem.blocks import BLOCKS
 from titanmem.models.language import TitansConfig
 from titanmem.models.sizes import SIZES
-from titanmem.recipes.tasks import MODELS, TASKS, task_names, task_recipe
+from titanmem.recipes.tasks import FLA_MODELS, MODELS, TASKS, task_names, task_recipe
 from titanmem.train.config import DataConfig, OptimConfig, ParallelConfig, TrainConfig
 
 PAPER_SIZES = [name for name in SIZES if name != "tiny"]
@@ -100,7 +100,7 @@ def recipe(name: str) -> TrainConfig:
         raise ValueError(
             f"unknown recipe {name!r}; expected BLOCK-SIZE-fineweb or BLOCK-(tiny|small)-python with a block of "
             f"{', '.join(BLOCKS)} and a size of {', '.join(PAPER_SIZES)}, or MODEL-TASK with a model of "
-            f"{', '.join(MODELS)} and a task of {', '.join(TASKS)} (titanmem train --list)"
+            f"{', '.join((*MODELS, *FLA_MODELS))} and a task of {', '.join(TASKS)} (titanmem train --list)"
         )
     if name in task_names():
         return task_recipe(*name.split("-", 1))
@@ -110,4 +110,15 @@ def recipe(name: str) -> TrainConfig:
     return tiny_python(block) if size == "tiny" else small_python(block)
 
 
-__all__ = ["MODELS", "TASKS", "fineweb", "names", "recipe", "small_python", "text_names", "tiny_python"]
+__all__ = [
+    "FLA_MODELS",
+    "MODELS",
+    "TASKS",
+    "fineweb",
+    "names",
+    "recipe",
+    "small_python",
+    "task_names",
+    "text_names",
+    "tiny_python",
+]

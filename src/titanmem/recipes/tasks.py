@@ -4,12 +4,17 @@ two layers of width 128; each run takes some minutes on one GPU.
     lmm mac mag mal                        Titans
     linear gated_delta delta ttt ttt_mlp   its relatives: settings of the LMM's layer
     attention window                       Transformer++ with full attention, and with the window of MAC, MAG and MAL
+    rmt                                    recurrent memory transformer: segments of that window, 16 memory tokens
+    fla_retnet fla_gla fla_mamba fla_mamba2 fla_deltanet fla_gated_deltanet fla_samba
+                                           layers of flash-linear-attention, where it is installed; Samba alternates
+                                           Mamba and the window
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from titanmem.blocks.fla import FLA_LAYERS
 from titanmem.layers.neural_memory import MemoryConfig
 from titanmem.models.cost import parameters
 from titanmem.models.language import TitansConfig
@@ -25,19 +30,22 @@ RELATIVES = {
     "ttt": "ttt-linear",
     "ttt_mlp": "ttt-mlp",
 }
-MODELS = ("lmm", "mac", "mag", "mal", *RELATIVES, "attention", "window")
+MODELS = ("lmm", "mac", "mag", "mal", *RELATIVES, "attention", "window", "rmt")
+FLA_MODELS = (*FLA_LAYERS, "fla_samba")
 BYTES = 256  # ids of the tasks in words, whose small models read bytes
 
 
-def task_model(name: str, vocab_size: int) -> TitansConfig:
+def task_model(name: str, vocab_size: int, summary_id: int | None = None) -> TitansConfig:
     """A model of the size of all others on the task."""
     shared: dict[str, Any] = dict(
-        vocab_size=vocab_size, dim=WIDTH, num_layers=LAYERS, num_heads=HEADS, num_persistent=4, window_len=WINDOW,
-        segment_len=WINDOW, memory={"expansion": 2, "chunk_len": 64},
+        vocab_size=vocab_size, summary_id=summary_id, dim=WIDTH, num_layers=LAYERS, num_heads=HEADS, num_persistent=4,
+        window_len=WINDOW, segment_len=WINDOW, memory={"expansion": 2, "chunk_len": 64},
     )  # fmt: skip
     target = parameters(TitansConfig(block="lmm", mlp_width=256, **shared))
     if name in RELATIVES:
         shared |= {"block": "lmm", "memory": MemoryConfig.preset(RELATIVES[name], WIDTH, num_heads=WIDTH // 64)}
+    elif name == "fla_samba":
+        shared |= {"block": ["fla_mamba", "attention"], "attention_window": WINDOW}
     elif name == "window":
         shared |= {"block": "attention", "attention_window": WINDOW}
     else:
@@ -83,6 +91,7 @@ TASKS: dict[str, dict[str, Any]] = {
         "tests": [{"length": 128, "tokens": 16}, {"length": 256, "tokens": 16}],
     },
     "mad-memorisation": {"stages": [[0, _lengths(32)]], "tests": _lengths(32)},
+    "mad-compression": {"stages": [[0, _lengths(32, 64)]], "tests": _lengths(32, 64)},
 }
 
 
@@ -91,7 +100,7 @@ def task_recipe(model: str, task: str) -> TrainConfig:
     made: Task | None = TOKEN_TASKS[task]() if task in TOKEN_TASKS else None
     chosen = TaskConfig(name=task, **TASKS[task])
     return TrainConfig(
-        model=task_model(model, BYTES if made is None else made.vocab_size),
+        model=task_model(model, BYTES) if made is None else task_model(model, made.vocab_size, made.summary_id),
         data=DataConfig(length=chosen.longest),
         task=chosen,
         optim=OptimConfig(lr=2e-3, warmup=100, final=0.02),
@@ -104,5 +113,5 @@ def task_recipe(model: str, task: str) -> TrainConfig:
 
 
 def task_names() -> list[str]:
-    """All recipes of tasks."""
-    return [f"{model}-{task}" for task in TASKS for model in MODELS]
+    """All recipes of tasks; those of FLA_MODELS need flash-linear-attention."""
+    return [f"{model}-{task}" for task in TASKS for model in (*MODELS, *FLA_MODELS)]

@@ -9,12 +9,12 @@ from titanmem.data.tokenizer import Tokenizer
 from titanmem.tasks.babilong import Babilong
 from titanmem.tasks.base import Level, Rows, Task, generator_of
 from titanmem.tasks.haystack import Haystack
-from titanmem.tasks.mad import FuzzyRecall, InContextRecall, Memorisation, NoisyRecall, SelectiveCopy
+from titanmem.tasks.mad import Compression, FuzzyRecall, InContextRecall, Memorisation, NoisyRecall, SelectiveCopy
 from titanmem.tasks.needle import Needle
 from titanmem.tasks.recall import Recall
 from titanmem.tasks.tracking import Parity, Permutations
 
-MAD = (InContextRecall, FuzzyRecall, NoisyRecall, SelectiveCopy, Memorisation)
+MAD = (InContextRecall, FuzzyRecall, NoisyRecall, SelectiveCopy, Memorisation, Compression)
 TOKEN_TASKS: dict[str, Callable[..., Task]] = {task.name: task for task in (Recall, *MAD, Parity, Permutations)}
 TEXT_TASKS = (Needle.name, Babilong.name)
 NAMES = (*TOKEN_TASKS, *TEXT_TASKS)

@@ -55,44 +55,123 @@ def read_stories(folder: str | Path, task: int, split: str = "test") -> list[Sto
 
 
 class Babilong(TextTask):
-    """Levels: length (0: the story alone) and qa (1–5); index: that story instead of a random one."""
+    """Levels: length (0: the story alone) and qa (1–5); index: that story instead of a random one that fits.
+
+    With `shots`, so many solved examples, the shortest ones of `examples`, come first, and what is asked is the answer
+    alone: a model that never learnt this form goes on with whatever it likes."""
 
     name: ClassVar[str] = "babilong"
 
     def __init__(
-        self, tokenizer: Tokenizer, stories: dict[int, list[Story]], haystack: Haystack, shots: int = 0
+        self,
+        tokenizer: Tokenizer,
+        stories: dict[int, list[Story]],
+        haystack: Haystack,
+        shots: int = 0,
+        examples: dict[int, list[Story]] | None = None,
     ) -> None:
         super().__init__(tokenizer, haystack)
+        require(shots >= 0, f"shots is a number of examples, got {shots}")
         self.stories, self.shots = stories, shots
+        self.examples = {qa: shortest(pool) for qa, pool in (examples or stories).items()} if shots else {}
+        for qa, pool in self.examples.items():
+            require(len(pool) > shots, f"QA{qa} has {len(pool)} short stories, too few for {shots} examples")
+        self._ids: dict[str, list[int]] = {}  # of every sentence: bAbI has few different ones
+        self._fitting: dict[tuple[int, int], list[Story]] = {}
 
     @classmethod
     def open(
         cls, tokenizer: Tokenizer, folder: str | Path, text: str | Path, split: str = "test", shots: int = 0
     ) -> Babilong:
-        """Stories of all tasks in `folder`, noise from `text`."""
-        stories = {task: read_stories(folder, task, split) for task in TASKS}
-        return cls(tokenizer, stories, Haystack.folder(text, tokenizer), shots)
+        """Stories of the tasks that `folder` has, noise from `text`. Examples are training stories where there are."""
+
+        def there(split: str) -> dict[int, list[Story]]:
+            found = [task for task in TASKS if any(Path(folder).rglob(f"qa{task}_*_{split}.txt"))]
+            return {task: read_stories(folder, task, split) for task in found}
+
+        stories = there(split) or {1: read_stories(folder, 1, split)}  # which says what is missing
+        examples = {**stories, **(there("train") if shots else {})}
+        return cls(tokenizer, stories, Haystack.folder(text, tokenizer), shots, examples)
 
     def sample(self, level: Level, generator: torch.Generator) -> Sample:
         task, length = int(level.get("qa", 1)), int(level["length"])
-        require(task in self.stories, f"BABILong has the tasks {', '.join(map(str, self.stories))}, got {task}")
-        pool = self.stories[task]
+        require(task in self.stories, f"there are no stories of QA{task}, only of {', '.join(map(str, self.stories))}")
         index = level.get("index")
+        pool = self.stories[task] if index is not None or length == 0 else self.fitting(task, length)
         story = pool[int(torch.randint(0, len(pool), (), generator=generator)) if index is None else int(index)]
-        examples = [pool[i] for i in torch.randint(0, len(pool), (self.shots,), generator=generator).tolist()]
-        shown = "".join(
-            " ".join(e.facts) + ASK.format(question=e.question) + f" {e.answer}\n\n" for e in examples if e != story
-        )
-        before, after = self.tokenizer.encode_batch([shown, ASK.format(question=story.question)])
-        answer = self.tokenizer.encode(f" {story.answer}")
-        facts = self.tokenizer.encode_batch([f"{fact} " for fact in story.facts])
+        before = self._examples(task, story, generator)
+        facts = [self._encode(f"{fact} ") for fact in story.facts]
+        after, answer = self._ends(story)
         fixed = len(before) + sum(map(len, facts)) + len(after) + len(answer) + 1
         if length == 0:
-            return Sample(before + [t for fact in facts for t in fact] + after, story.answer, answer)
-        room = room_for(length, fixed, "the story and its question")
-        depths = torch.rand(len(facts), generator=generator).sort().values.tolist()
-        return Sample(before + self.scatter(facts, depths, room, generator) + after, story.answer, answer)
+            told = [token for fact in facts for token in fact]
+        else:
+            room = room_for(length, fixed, "the story and its question")
+            depths = torch.rand(len(facts), generator=generator).sort().values.tolist()
+            told = self.scatter(facts, depths, room, generator)
+        return Sample(before + told + after, story.answer, answer, ends=not self.shots)
+
+    def check(self, level: Level) -> None:
+        length = self.length_of(level)
+        super().check({**level, "length": 0})
+        if length:
+            self.fitting(int(level.get("qa", 1)), length)
+
+    def fitting(self, task: int, length: int) -> list[Story]:
+        """The stories of a task that fit into a length, whichever examples come first."""
+        if (task, length) not in self._fitting:
+            shown = sorted(self._tokens(example) for example in self.examples.get(task, []))[-self.shots :]
+            room = length - (sum(shown) if self.shots else 0)
+            sizes = [self._tokens(story) for story in self.stories[task]]
+            found = [story for story, size in zip(self.stories[task], sizes, strict=True) if size <= room]
+            least = min(sizes) + length - room
+            require(
+                bool(found),
+                f"length {length} is shorter than every story of QA{task}"
+                f"{f' with {self.shots} examples' if self.shots else ''}: at least {least} tokens are needed",
+            )
+            self._fitting[task, length] = found
+        return self._fitting[task, length]
+
+    def _examples(self, task: int, story: Story, generator: torch.Generator) -> list[int]:
+        """Solved examples that do not belong to the story that is asked about."""
+        shown: list[int] = []
+        left = self.shots
+        pool = self.examples.get(task, [])
+        for place in torch.randperm(len(pool), generator=generator).tolist() if left else ():
+            example = pool[place]
+            if left and not overlap(example, story):
+                after, answer = self._ends(example)
+                told = [token for fact in example.facts for token in self._encode(f"{fact} ")]
+                shown += told + after + answer + self._encode("\n\n")
+                left -= 1
+        require(not left, f"QA{task} has too few other stories for {self.shots} examples")
+        return shown
+
+    def _ends(self, story: Story) -> tuple[list[int], list[int]]:
+        """Question and answer."""
+        return self._encode(ASK.format(question=story.question)), self._encode(f" {story.answer}")
+
+    def _tokens(self, story: Story) -> int:
+        """Tokens of a story, its question and answer, and what ends it."""
+        told = sum(len(self._encode(f"{fact} ")) for fact in story.facts)
+        return told + sum(map(len, self._ends(story))) + max(1, len(self._encode("\n\n")))
+
+    def _encode(self, text: str) -> list[int]:
+        if text not in self._ids:
+            self._ids[text] = self.tokenizer.encode(text)
+        return self._ids[text]
 
     def chance(self, level: Level) -> float:
         answers = {story.answer for story in self.stories[int(level.get("qa", 1))]}
         return 1 / len(answers)
+
+
+def shortest(stories: list[Story]) -> list[Story]:
+    """Those with the fewest facts."""
+    return sorted(stories, key=lambda story: len(story.facts))[: max(16, len(stories) // 50)]
+
+
+def overlap(one: Story, other: Story) -> bool:
+    """Whether one is told with the other: questions of the same story share its first facts."""
+    return all(a == b for a, b in zip(one.facts, other.facts, strict=False))

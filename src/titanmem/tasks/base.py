@@ -9,6 +9,8 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from titanmem.config import require
+
 IGNORED = -100  # no question here
 
 Level = Mapping[str, Any]  # how hard a row is: {"length": 256, "pairs": 32}
@@ -26,10 +28,26 @@ class Task(ABC):
 
     name: ClassVar[str]
     vocab_size: int
+    summary_id: int | None = None  # a token whose representation alone answers what is asked from it on
 
     @abstractmethod
     def batch(self, rows: int, level: Level, generator: torch.Generator) -> Rows:
         """So many rows of one level."""
+
+    def check(self, level: Level) -> None:
+        """Raise if there are no such rows, or if some could fail later."""
+        self.length_of(level)
+        try:
+            self.batch(1, level, generator_of(0))
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"{self.name} does not understand the level {dict(level)}: {error}") from error
+
+    def length_of(self, level: Level) -> int:
+        """The length that a level asks for."""
+        length = level.get("length")
+        fits = type(length) is int and length >= 0
+        require(fits, f"a level of {self.name} has a length, a whole number, got {dict(level)}")
+        return int(level["length"])
 
     @abstractmethod
     def chance(self, level: Level) -> float:
@@ -48,3 +66,12 @@ def accuracy(predicted: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """Right answers and questions of every row."""
     asked = targets != IGNORED
     return ((predicted == targets) & asked).sum(1), asked.sum(1)
+
+
+def share(right: Tensor, asked: Tensor) -> tuple[float, float]:
+    """The share of right answers in all rows, and its standard error; the answers of one row are one draw."""
+    right, asked, rows = right.double(), asked.double(), len(right)
+    total = asked.sum()
+    found = right.sum() / total
+    spread = (right - found * asked).square().sum() * rows / max(1, rows - 1)
+    return float(found), float(spread.sqrt() / total)

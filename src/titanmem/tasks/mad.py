@@ -1,8 +1,7 @@
 """The small tasks of MAD (Poli et al. 2024, arXiv 2403.17844), from its descriptions: recall, recall of keys and values
-of several tokens, recall among noise, selective copying, memorisation of a fixed table.
+of several tokens, recall among noise, selective copying, memorisation of a fixed table, compression into one vector.
 
-Ids: content first (keys, then values), then noise, then marks. The sixth task of MAD, compression, needs a decoder of
-its own and is not a task for a language model; it is not here.
+Ids: content first (keys, then values), then noise, then marks.
 """
 
 from __future__ import annotations
@@ -165,6 +164,28 @@ class Memorisation(Task):
         return 1 / self.half
 
 
+class Compression(Task):
+    """Random tokens, then a summary token and marks: at the j-th place from the summary on, the j-th token is asked.
+    `summary_id` makes a model answer these places from the summary's representation alone. Levels: length, of which one
+    half is compressed."""
+
+    name: ClassVar[str] = "mad-compression"
+
+    def __init__(self, vocab_size: int = 16) -> None:
+        self.content = vocab_size
+        self.summary_id, self.mark = vocab_size, vocab_size + 1
+        self.vocab_size = vocab_size + 2
+
+    def batch(self, rows: int, level: Level, generator: torch.Generator) -> Rows:
+        count = _even(level["length"]) // 2
+        tokens = torch.randint(0, self.content, (rows, count), generator=generator)
+        summary, marks = torch.full((rows, 1), self.content), torch.full((rows, count - 1), self.mark)
+        return Rows(torch.cat([tokens, summary, marks], 1), torch.cat([torch.full_like(tokens, IGNORED), tokens], 1))
+
+    def chance(self, level: Level) -> float:
+        return 1 / self.content
+
+
 def _even(length: int) -> int:
-    require(length >= 4 and length % 2 == 0, f"rows of pairs have an even length of at least 4, got {length}")
+    require(length >= 4 and length % 2 == 0, f"the length of such a row is even and at least 4, got {length}")
     return int(length)

@@ -8,13 +8,14 @@ uuid the same with a UUID
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import ClassVar
 
 import torch
 
 from titanmem.config import require
 from titanmem.data.tokenizer import Tokenizer
-from titanmem.tasks.base import Level
+from titanmem.tasks.base import Level, generator_of
 from titanmem.tasks.haystack import Haystack
 from titanmem.tasks.text import Sample, TextTask, room_for
 
@@ -66,12 +67,29 @@ class Needle(TextTask):
         depth = level.get("depth")
         depth = float(torch.rand((), generator=generator)) if depth is None else float(depth)
         require(0 <= depth <= 1, f"the needle's depth lies in [0, 1], got {depth}")
-        texts = [part.format(type=self.type, key=key, value=value) for part in (BEFORE, NEEDLE, AFTER)]
-        before, needle, after = self.tokenizer.encode_batch(texts)
-        answer = self.tokenizer.encode(f" {value}")
+        before, needle, after, answer = self._parts(key, value)
         fixed = len(before) + len(needle) + len(after) + len(answer) + 1
         room = room_for(int(level["length"]), fixed, "needle, question and answer")
         return Sample(before + self.scatter([needle], [depth], room, generator) + after, value, answer)
+
+    def _parts(self, key: str, value: str) -> list[list[int]]:
+        """What stands before the text, the needle, the question and the answer."""
+        texts = [part.format(type=self.type, key=key, value=value) for part in (BEFORE, NEEDLE, AFTER)]
+        return self.tokenizer.encode_batch([*texts, f" {value}"])
+
+    def check(self, level: Level) -> None:
+        """The longest key and value must fit, not only those of the first sample."""
+        room_for(self.length_of(level), self.most, "needle, question and answer")
+        super().check({**level, "length": self.most})
+
+    @cached_property
+    def most(self) -> int:
+        """Tokens of needle, question and answer with the key and the value that take most."""
+        every = [f"{first}-{second}" for first in ADJECTIVES for second in NOUNS]
+        sizes = [len(ids) for ids in self.tokenizer.encode_batch([f" {key}" for key in every])]
+        key = every[sizes.index(max(sizes))]
+        values = [key] if self.type == "word" else [self.value(generator_of(seed)) for seed in range(100)]
+        return max(sum(map(len, self._parts(key, value))) + 1 for value in values)
 
     def value(self, generator: torch.Generator) -> str:
         """What is hidden."""

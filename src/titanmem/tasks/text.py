@@ -1,7 +1,7 @@
 """Tasks in words: a prompt, an answer, and rows of both for training.
 
-A row is prompt + answer + end of document; the answer's tokens and the end are what is asked. A model that predicts all
-of them at their places is one whose greedy continuation is the answer, so exact matches need no generation.
+A row is prompt + answer + end of document; the answer's tokens, and mostly the end, are what is asked. A model that
+predicts all of them at their places is one whose greedy continuation is the answer: exact matches need no generation.
 """
 
 from __future__ import annotations
@@ -19,11 +19,13 @@ from titanmem.tasks.haystack import Haystack
 
 @dataclass(frozen=True)
 class Sample:
-    """One question: the prompt's ids, the answer as text and as ids that follow the prompt."""
+    """One question: the prompt's ids, the answer as text and as ids that follow the prompt. `ends`: the end of the
+    document is asked too."""
 
     prompt: list[int]
     answer: str
     answer_ids: list[int]
+    ends: bool = True
 
 
 class TextTask(Task):
@@ -47,6 +49,8 @@ class TextTask(Task):
         asked = len(sample.answer_ids) + 1
         targets = torch.full_like(whole, IGNORED)
         targets[-asked - 1 : -1] = whole[-asked:]
+        if not sample.ends:
+            targets[-2] = IGNORED
         return Rows(whole[:-1], targets[:-1])
 
     def chance(self, level: Level) -> float:

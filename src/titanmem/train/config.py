@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
+from titanmem.blocks.fla import FLA_LAYERS
 from titanmem.config import Config, KindConfig, check_counts, check_keys, check_types, parts_of, require
 from titanmem.models.base import ModelConfig
 from titanmem.models.cost import flops_per_token
@@ -273,6 +274,11 @@ class TrainConfig(RunConfig):
                 f"data.carry with full attention would keep every token for ever; give the {name} blocks a window: "
                 f"model.{'attention_window' if name == 'attention' else 'window_len'}=…",
             )
+        whole = sorted({name for name in self.model.blocks if name in FLA_LAYERS})
+        require(
+            not whole or self.task is not None or not (self.data.reset or self.data.carry),
+            f"{' and '.join(whole)} read whole rows: give data.reset=false, and leave data.carry alone",
+        )
         require(
             not (self.parallel.compile and "mac" in self.model.blocks and (self.data.reset or self.data.carry)),
             "parallel.compile with MAC takes no documents and no carried memory; give data.reset=false",

@@ -12,7 +12,7 @@ from titanmem.config import require
 from titanmem.data.prepare import BPE_VOCAB, prepare
 from titanmem.data.shards import INDEX, Index, TokenShards
 from titanmem.data.tokenizer import Tokenizer, load_tokenizer
-from titanmem.tasks import TEXT_TASKS, Task, generator_of, open_task
+from titanmem.tasks import TEXT_TASKS, Task, open_task
 from titanmem.train.config import DataConfig, RunConfig, TrainConfig
 
 _PREPARED = ("source", "tokenizer", "vocab_size", "held_out", "limit_tokens")  # what decides a prepared folder
@@ -23,8 +23,9 @@ def fit_to_data(config: TrainConfig, given: Collection[str]) -> TrainConfig:
     prepared folder says what it was made from, and the model's vocabulary is that of the text or task."""
     if config.task is not None:
         task = make_task(config)
-        keep = "model.vocab_size" in given
-        return config if keep else replace(config, model=replace(config.model, vocab_size=task.vocab_size))
+        fitted: dict[str, Any] = {"vocab_size": task.vocab_size, "summary_id": task.summary_id}
+        left = {name: value for name, value in fitted.items() if f"model.{name}" not in given}
+        return replace(config, model=replace(config.model, **left))
     named = [name for name in _PREPARED if f"data.{name}" in given]
     data = config.data
     if "data.path" not in given and {"source", "tokenizer", "vocab_size"} & set(named):
@@ -92,8 +93,13 @@ def open_data(config: TrainConfig) -> None:
             f"the task has {task.vocab_size} ids, the model {config.model.vocab_size}; give "
             f"model.vocab_size={task.vocab_size}",
         )
+        require(
+            task.summary_id == config.model.summary_id,
+            f"the task's summary token is {task.summary_id}, the model's {config.model.summary_id}; leave "
+            "model.summary_id out",
+        )
         for level in [*(level for _, levels in config.task.stages for level in levels), *config.task.tests]:
-            task.batch(1, level, generator_of(0))
+            task.check(level)
         return
     if not (Path(data.path) / INDEX).exists():
         made: dict[str, Any] = {name: getattr(data, name) for name in _PREPARED[1:]}

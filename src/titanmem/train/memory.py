@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from titanmem.models.cost import parameters, state_bytes
+from titanmem.models.cost import PLAIN, parameters, state_bytes
 from titanmem.models.language import TitansConfig
 from titanmem.ops.loss import MOST
 from titanmem.train.config import TrainConfig
@@ -36,7 +36,7 @@ def _block_bytes(model: TitansConfig, name: str, rows: int, length: int, width: 
     if name != "lmm":
         per_token += 6 * model.dim
     total = rows * length * per_token * width
-    if name == "attention":
+    if name in PLAIN:
         return total
     total += rows * length * (10 * memory.inner * width + 6 * memory.num_heads * memory.depth * FLOAT)
     weights = memory.num_heads * sum(i * o for i, o in memory.shapes)

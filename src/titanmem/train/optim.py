@@ -9,13 +9,14 @@ from torch import Tensor, nn
 
 from titanmem.train.config import OptimConfig
 
-KEPT = ("gates", "initial_weight", "gain", "conv", "norm", "persistent", "scale")
+KEPT = ("gates", "initial_weight", "initial_memory", "gain", "conv", "norm", "persistent", "scale")
+FLA_KEPT = ("conv1d", "q_conv1d", "k_conv1d", "v_conv1d", "A_log")  # in layers of flash-linear-attention
 
 
 def decays(name: str, parameter: Tensor) -> bool:
     """Weight decay pulls matrices to zero, not norms, biases, gates, convolutions, persistent tokens and the initial
     memory: zero is no neutral value for those."""
-    return parameter.dim() >= 2 and not any(part in KEPT for part in name.split("."))
+    return parameter.dim() >= 2 and not any(part in KEPT + FLA_KEPT for part in name.split("."))
 
 
 def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:

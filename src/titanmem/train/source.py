@@ -15,7 +15,7 @@ from titanmem.config import require
 from titanmem.data.loader import held_out_rows, open_loader
 from titanmem.data.shards import Index, TokenShards
 from titanmem.data.tokenizer import load_tokenizer
-from titanmem.tasks.base import accuracy, generator_of
+from titanmem.tasks.base import accuracy, generator_of, share
 from titanmem.train.config import TrainConfig
 from titanmem.train.data import make_task
 from titanmem.train.evaluate import held_out, sample, token_losses
@@ -144,17 +144,19 @@ class TaskSource(TokenSource):
         return super().brief(found) + (f"; accuracy by length {', '.join(shown)}" if shown else "")
 
     def try_level(self, spread: Spread, level: dict[str, Any]) -> dict[str, float]:
-        """Loss per question, share of right answers, share of rows whose answers are all right."""
+        """Loss per question, share of right answers with its standard error, share of rows whose answers are all
+        right."""
         device = spread.ranks.device
         generator = generator_of(self.config.seed, -1, level["length"])
         most = max(1, self.config.data.length * self.config.micro_rows // level["length"])
-        loss, right, asked, whole, left = 0.0, 0, 0, 0, self.settings.test_rows
+        loss, left, found = 0.0, self.settings.test_rows, []
         while left:
             ids, targets = (x.to(device) for x in self.task.batch(min(most, left), level, generator))
             left -= len(ids)
             logits, _ = spread.forward(ids)
             loss += token_losses(logits, targets).sum().item()
-            hits, questions = accuracy(logits.argmax(-1), targets)
-            right, asked = right + int(hits.sum()), asked + int(questions.sum())
-            whole += int((hits == questions).sum())
-        return {"loss": loss / asked, "accuracy": right / asked, "exact": whole / self.settings.test_rows}
+            found.append(torch.stack(accuracy(logits.argmax(-1), targets)))
+        right, asked = torch.cat(found, 1).cpu()
+        score, error = share(right, asked)
+        exact = (right == asked).double().mean().item()
+        return {"loss": loss / int(asked.sum()), "accuracy": score, "stderr": error, "exact": exact}

@@ -1,0 +1,146 @@
+"""A finished run leaves one JSON; runs that are there are not repeated; the page shows means over seeds."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from titanmem.eval.runs import RunRecord, thinned
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+SMALL = [
+    "model.dim=32", "model.mlp_width=32", "model.num_layers=1", "model.memory.chunk_len=16", "steps=4",
+    "batch_tokens=512", "eval_every=4", "task.test_rows=4", "data.length=64", 'task.settings={"vocab_size": 32}',
+    'task.stages=[[0, [{"length": 32, "pairs": 4}]]]',
+    'task.tests=[{"length": 64, "pairs": 8}, {"length": 99, "pairs": 8}]',
+]  # fmt: skip
+
+
+def load(name):
+    spec = importlib.util.spec_from_file_location(f"benchmarks_{name}", BENCHMARKS / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+tasks, results = load("tasks"), load("results")
+
+
+@pytest.fixture
+def command(tmp_path, monkeypatch):
+    def run(*words):
+        places = ["--out", str(tmp_path / "json"), "--runs", str(tmp_path / "runs")]
+        monkeypatch.setattr(sys, "argv", ["tasks.py", *words, *places])
+        return tasks.main()
+
+    return run
+
+
+def test_a_run_leaves_its_json_once_and_other_settings_need_a_label(command, tmp_path, capfd):
+    assert command("window-recall", "--seeds", "0,3", *SMALL) == 0
+    records = RunRecord.all_in(tmp_path / "json")
+    assert [(r.model, r.experiment, r.seed) for r in records] == [("window", "recall", 0), ("window", "recall", 3)]
+    first = records[0]
+    assert [entry["level"]["length"] for entry in first.levels] == [64, 99]
+    assert all(0 <= e["accuracy"] <= 1 and e["stderr"] >= 0 and e["chance"] == 1 / 16 for e in first.levels)
+    assert (first.steps, first.tokens, first.settings["steps"]) == (4, 2048, 4)
+    assert first.curve[-1][0] == 4
+    assert RunRecord.read(tmp_path / "json" / "window-recall-0.json") == first
+
+    before = (tmp_path / "json" / "window-recall-0.json").stat().st_mtime_ns
+    assert command("window-recall", *SMALL) == 0
+    assert (tmp_path / "json" / "window-recall-0.json").stat().st_mtime_ns == before
+    assert command("window-recall", *SMALL, "optim.lr=1e-3") == 2
+    assert "give these a --label" in capfd.readouterr().err
+    assert command("window-recall", "--label", "slow", *SMALL, "optim.lr=1e-3") == 0
+    assert RunRecord.read(tmp_path / "json" / "window-recall+slow-0.json").model == "window+slow"
+
+
+def test_runs_beside_each_other_fail_alone(command, tmp_path, capfd):
+    (tmp_path / "runs" / "window-recall-1").mkdir(parents=True)
+    (tmp_path / "runs" / "window-recall-1" / "config.json").mkdir()  # nothing can be written there
+    assert command("window-recall", "--parallel", "2", "--seeds", "0,1", *SMALL) == 1
+    assert [r.seed for r in RunRecord.all_in(tmp_path / "json")] == [0]
+    assert "window-recall-1: failed" in "".join(capfd.readouterr())
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["chess-recall"], "no task recipe is called 'chess-recall'"),
+        (["lmm-recall", "steps=0"], "steps must be a whole number"),
+        (["lmm-recall", "--seeds", "a"], "--seeds are whole numbers"),
+        (["lmm-recall", 'task.tests=[{"length": 9, "pairs": 8}]'], "length 9 has no room"),
+        (["lmm-needle", 'task.settings={"kind": "n"}'], "is hidden in a text"),
+    ],
+)
+def test_what_is_wrong_is_said_before_the_first_run(command, words, says, capsys, tmp_path):
+    assert command(*words) == 2
+    assert says in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
+
+
+def test_patterns_match_models_and_tasks_apart():
+    assert tasks.matching("*-recall") == [f"{model}-recall" for model in tasks.recipes.MODELS]
+    assert "lmm-mad-recall" in tasks.matching("l*-mad-*")
+    assert tasks.matching("fla_g*-s5") == ["fla_gla-s5", "fla_gated_deltanet-s5"]
+
+
+def test_a_smoke_run_says_what_runs_and_what_does_not(command, capsys, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "fla.layers", None)
+    small = [word for word in SMALL if not word.startswith(("steps", "eval_every"))]
+    assert command("--smoke", "rmt-recall", "fla_gla-recall", *small) == 1
+    out = capsys.readouterr().out
+    assert "ok   rmt-recall" in out
+    assert "FAIL fla_gla-recall: ValueError: fla_gla needs flash-linear-attention" in out
+    assert not (tmp_path / "json").exists()
+
+
+def record(model, seed, *scores):
+    levels = [
+        {"level": {"length": 64 * 4**i}, "accuracy": score, "exact": 0.0, "stderr": 0.01, "chance": 0.5, "rows": 9}
+        for i, score in enumerate(scores)
+    ]
+    return RunRecord("parity", model, seed, f"{model.split('+')[0]}-parity", 1000, 20, 2_000_000, 3.25, levels,
+                     machine={"device": "GPU"}, curve=[[10, 2.0], [20, 1.0]])  # fmt: skip
+
+
+def test_the_page_shows_means_over_seeds_in_the_models_order(tmp_path):
+    runs = [record("window", 0, 0.5, 0.6), record("lmm", 0, 1.0, 0.9), record("lmm", 1, 0.9, 0.9)]
+    runs.append(replace(record("lmm+slow", 0, 0.7), settings={"optim.lr": 1e-3}))
+    for run in runs:
+        run.write(tmp_path / f"{run.model}-parity-{run.seed}.json")
+    found = results.experiments(tmp_path)
+    text = results.page(found, "Opening.\n\n## parity\n\nWhat is asked.\n\n### Seen\n\nWhat was seen.\n")
+    rows = [line for line in text.splitlines() if line.startswith("| ")]
+    assert rows[:5] == [
+        "| length | 64 | 256 |",
+        "| lmm | **95.0 ± 7.1** | **90.0 ± 0.0** |",
+        "| lmm+slow | 70.0 |  |",
+        "| window | 50.0 | 60.0 |",
+        "| *chance* | 50.0 | 50.0 |",
+    ]
+    assert text.index("Opening.") < text.index("What is asked.") < text.index("**95.0") < text.index("What was seen.")
+    assert "python benchmarks/tasks.py lmm-parity --seeds 0 --label slow optim.lr=0.001" in text
+    found[0].figure().savefig(tmp_path / "picture.png")
+
+
+def test_the_results_page_is_what_the_stored_runs_make():
+    found = results.experiments()
+    assert results.page(found, results.COMMENTARY.read_text()) == results.PAGE.read_text(), "run make results"
+    assert {e.picture for e in found} == set(results.IMAGES.glob("results-*.png"))
+
+
+def test_a_thinned_curve_keeps_its_mean_and_its_end():
+    curve = [(step, float(step)) for step in range(1, 251)]
+    thin = thinned(curve, 100)
+    assert len(thin) <= 100
+    assert thin[-1][0] == 250
+    assert thin[0] == [3, 2.0]
+    assert json.loads(json.dumps(thin)) == thin
