@@ -10,6 +10,7 @@ import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from threading import Event
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -61,15 +62,14 @@ class Wish:
     learn: bool = True
 
     @staticmethod
-    def of(
-        limit: int, stop_ids: Sequence[int], logprobs: int | None = None, learn: bool = True, **settings: object
-    ) -> Wish:
-        """From the settings of `Sampling`; without a seed one is drawn, so that every answer can be repeated."""
+    def of(limit: int, settings: dict[str, Any], end: Sequence[int] = (), **more: Any) -> Wish:
+        """From settings of `Sampling`, whose stop ids are `end` by default. Without a seed one is drawn, so that every
+        answer can be repeated."""
         require(limit >= 0, f"max_new_tokens must not be negative, got {limit}")
-        if settings.get("seed") is None:
-            settings["seed"] = secrets.randbelow(2**31)
-        settings.setdefault("stop_ids", tuple(stop_ids))
-        return Wish(limit, Sampling.from_dict(settings), logprobs, (), learn)
+        chosen = {"stop_ids": tuple(end), **settings}
+        if chosen.get("seed") is None:
+            chosen["seed"] = secrets.randbelow(2**31)
+        return Wish(limit, Sampling.from_dict(chosen), **more)
 
 
 class Shown:
@@ -114,7 +114,8 @@ class Shown:
 
     def _kept(self, at: int) -> int:
         """Tokens before the one in which the text from `at` on begins; one that is partly shown stays."""
-        first = next(i for i in range(len(self._ends) - 1) if self._ends[i] >= at and self._ends[i + 1] > at)
+        last = len(self._ends) - 1
+        first = next((i for i in range(last) if self._ends[i] >= at and self._ends[i + 1] > at), last)
         while first > self.released and self._ends[first] == self._ends[first - 1]:
             first -= 1  # bytes of the same character
         return first

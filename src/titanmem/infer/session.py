@@ -109,7 +109,7 @@ class Session:
             return len(ids)
 
     def generate(self, prompt: str | Sequence[int] = "", max_new_tokens: int = 256, **settings: Any) -> Answer:
-        """Read a prompt and answer it. Settings are those of `Sampling`; logprobs=N; expect= and policy= as in `append`."""
+        """Read a prompt and answer it. Settings are those of `Sampling`, and logprobs=N; expect, policy: see `append`."""
         answers = self._answers(prompt, max_new_tokens, Event(), **settings)
         while True:
             try:
@@ -139,7 +139,7 @@ class Session:
             self._check_expected(expect)
             learn = self._learns(policy)
             end = () if self.engine.tokenizer is None else (self.engine.tokenizer.end,)
-            wish = Wish.of(limit, end, logprobs, learn, **settings)
+            wish = Wish.of(limit, settings, end, logprobs=logprobs, learn=learn)
             ids = self.encode(prompt)
             self._check_room(len(ids) + limit)
             require(

@@ -20,7 +20,7 @@ from titanmem.infer.past import Call, Job, Past, reading
 from titanmem.state import State
 
 FORMAT = 1
-LARGE = 1024  # numbers; smaller tensors are not worth a scale
+LARGE = 256  # numbers; smaller tensors are not worth a scale
 BITS = (0, 8)  # 0: as they are
 
 

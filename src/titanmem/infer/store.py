@@ -262,7 +262,7 @@ class Store:
         name = name or f"session-{secrets.token_hex(4)}"
         require(
             NAMES.fullmatch(name) is not None,
-            f"a session's name is up to 100 letters, digits, '.', '_', '-', the first a letter or a digit, got {name!r}",
+            f"a session's name is up to 100 letters, digits, '.', '_', '-', first a letter or a digit, got {name!r}",
         )
         self._check_quota(owner, name)
         id = secrets.token_hex(16)
