@@ -9,7 +9,6 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from threading import Event
 from typing import Any
 
 import torch
@@ -132,7 +131,7 @@ class _Held:
 
 
 def answering(
-    past: Past, wish: Wish, tokenizer: Tokenizer | None, emit: Callable[[Piece], None], cancelled: Event | None = None
+    past: Past, wish: Wish, tokenizer: Tokenizer | None, emit: Callable[[Piece], None], cancelled: Callable[[], bool] = lambda: False
 ) -> Job[Answer]:
     """Draw tokens until a stop, the limit or `cancelled`; `emit` gets what is sure, in order."""
     how = wish.sampling
@@ -163,7 +162,7 @@ def answering(
             unread = ()
         require(logits is not None, "there is nothing to go on from; append a text first")
         assert logits is not None
-        if cancelled is not None and cancelled.is_set():
+        if cancelled():
             finish = "cancelled"
             break
         if generator is None or seen is None:

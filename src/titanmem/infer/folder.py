@@ -178,11 +178,11 @@ class SessionFolder:
         now = self.manifest
         base = now.bases[-1]
         path.mkdir(parents=True)
-        if base.state is not None:
-            link(self.path / base.state, path / base.state)
+        for state in {one.state for one in (base, *now.marks.values()) if one.state is not None}:
+            link(self.path / state, path / state)
         shutil.copyfile(self.path / base.log, path / base.log)
         snapshot.sync(path / base.log)
-        Manifest(id, now.identity, now.policy, (base,), {}, now.next).save(path)
+        Manifest(id, now.identity, now.policy, (base,), now.marks, now.next).save(path)
         snapshot.sync(path.parent)
 
     @property

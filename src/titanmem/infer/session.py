@@ -78,6 +78,11 @@ class Session:
         return self.past.tokens
 
     @property
+    def lasts(self) -> bool:
+        """Whether the session is on the disk."""
+        return self._folder is not None
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the state in memory."""
         return self.past.nbytes
@@ -109,7 +114,7 @@ class Session:
             return len(ids)
 
     def generate(self, prompt: str | Sequence[int] = "", max_new_tokens: int = 256, **settings: Any) -> Answer:
-        """Read a prompt and answer it. Settings are those of `Sampling`, and logprobs=N; expect, policy: see `append`."""
+        """Read a prompt and answer it. Settings: those of `Sampling`, logprobs=N, expect= and policy= as in `append`."""
         answers = self._answers(prompt, max_new_tokens, Event(), **settings)
         while True:
             try:
@@ -158,14 +163,19 @@ class Session:
                         change.log(Record(DRAWN, drawn, learn))
                     pieces.put(piece)
 
+                alone = Event()  # nobody listens any more
+
+                def over() -> bool:
+                    return alone.is_set() or cancelled.is_set()
+
                 begin = perf_counter()
-                future = self.engine.submit(answering(past, wish, self.engine.tokenizer, emit, cancelled))
+                future = self.engine.submit(answering(past, wish, self.engine.tokenizer, emit, over))
                 future.add_done_callback(lambda _: pieces.put(None))
                 try:
                     while (piece := pieces.get()) is not None:
                         yield piece
-                finally:  # also when nobody listens any more
-                    cancelled.set()
+                finally:
+                    alone.set()
                     answer = future.result()
                     self._seconds += perf_counter() - begin
                     if not answer.past.unread:
@@ -211,11 +221,13 @@ class Session:
             return {name: base.tokens for name, base in self._folder.manifest.marks.items()}
         return {name: past.tokens for name, past in self._marks.items()}
 
-    def forget_since(self, mark: str | int) -> None:
+    def forget_since(self, mark: str | int | Past) -> None:
         """Return to a mark, as if nothing after it had been read; on the disk nothing of it stays either. A number of
-        tokens will do, as far back as the log goes."""
+        tokens will do, as far back as the log goes, or a `past` that the session had."""
         with self._alone():
-            if isinstance(mark, int):
+            if isinstance(mark, Past):
+                past = mark
+            elif isinstance(mark, int):
                 require(0 <= mark <= self.tokens, f"the session has {self.tokens} tokens, it cannot go to {mark}")
                 if mark == 0 or self._folder is None:
                     known = {past.tokens: past for past in (*self._marks.values(), self.past, self.engine.start)}

@@ -26,6 +26,7 @@ from titanmem.config import require
 from titanmem.infer import snapshot
 from titanmem.infer.engine import Engine
 from titanmem.infer.folder import Base, Manifest, SessionBusy, SessionFolder, folder_bytes, lock
+from titanmem.infer.past import Past
 from titanmem.infer.session import POLICIES, Session
 from titanmem.infer.tokenlog import TokenLog
 
@@ -117,7 +118,7 @@ class Store:
         )
         self._database.row_factory = sqlite3.Row
         self._database.execute("PRAGMA journal_mode=WAL")
-        with self._transaction() as database:
+        with self.transaction() as database:
             version = database.execute("PRAGMA user_version").fetchone()[0]
             require(
                 version <= VERSION,
@@ -202,17 +203,18 @@ class Store:
         policy = about.get("policy", "learning")
         require(policy in POLICIES, f"{path} has the unknown policy {policy!r}")
 
-        def fill(target: Path, id: str) -> None:
-            target.mkdir()
-            snapshot.write(target / "0.safetensors", past, self.engine.identity, id=id)
-            TokenLog(target / "0.log").close()
-            base = Base(past.tokens, "0.log", "0.safetensors")
-            Manifest(id, self.engine.identity, policy, (base,), next=1).save(target)
-
         given = name or str(about.get("name") or "")
         taken = {info.name for info in self.sessions(owner)}
         chosen = given if name or (given and given not in taken) else ""
-        return self.open(self._add(chosen, owner, policy, fill, tokens=past.tokens), owner)
+        return self._add_past(past, chosen, owner, policy)
+
+    def keep(self, session: Session, name: str, owner: str = "") -> Session:
+        """A session in memory alone becomes one that lasts; it is closed, the new one is open."""
+        require(not session.lasts, f"this session lasts already, as {session.name!r}; fork it for a second one")
+        kept = self._add_past(session.past, name, owner, session.policy)
+        kept._turn = session._turn
+        session.close()
+        return kept
 
     def delete(self, name: str, owner: str = "") -> None:
         """Delete a session that nobody has open."""
@@ -222,19 +224,19 @@ class Store:
     def sessions(self, owner: str | None = "") -> list[SessionInfo]:
         """The sessions of an owner, the last used first; None: of all."""
         where, given = ("", ()) if owner is None else ("WHERE s.owner = ?", (owner,))
-        rows = self._query(f"{_INFO} {where} ORDER BY s.used DESC, s.name", given)
+        rows = self.query(f"{_INFO} {where} ORDER BY s.used DESC, s.name", given)
         return [SessionInfo(**row) for row in rows]
 
     def info(self, name: str, owner: str = "") -> SessionInfo:
         """What is known of a session."""
-        rows = self._query(f"{_INFO} WHERE s.owner = ? AND s.name = ?", (owner, name))
+        rows = self.query(f"{_INFO} WHERE s.owner = ? AND s.name = ?", (owner, name))
         if not rows:
             raise UnknownSession(f"there is no session {name!r}; create it first, or list those there are")
         return SessionInfo(**rows[0])
 
     def expire(self, seconds: float) -> list[str]:
         """Delete the sessions that were not used for so long and that nobody has open; returns their names."""
-        rows = self._query("SELECT id, name FROM sessions WHERE used < ?", (time.time() - seconds,))
+        rows = self.query("SELECT id, name FROM sessions WHERE used < ?", (time.time() - seconds,))
         gone = []
         for row in rows:
             try:
@@ -254,6 +256,16 @@ class Store:
     def __exit__(self, *problem: object) -> None:
         self.close()
 
+    def _add_past(self, past: Past, name: str, owner: str, policy: str) -> Session:
+        def fill(path: Path, id: str) -> None:
+            path.mkdir()
+            snapshot.write(path / "0.safetensors", past, self.engine.identity, id=id)
+            TokenLog(path / "0.log").close()
+            base = Base(past.tokens, "0.log", "0.safetensors")
+            Manifest(id, self.engine.identity, policy, (base,), next=1).save(path)
+
+        return self.open(self._add(name, owner, policy, fill, tokens=past.tokens), owner)
+
     def _add(
         self, name: str, owner: str, policy: str, fill: Any, parent: str | None = None, forked_at: int | None = None,
         tokens: int = 0,
@@ -271,7 +283,7 @@ class Store:
         try:
             fill(path, id)
             identity = self.engine.identity
-            with self._transaction() as database:
+            with self.transaction() as database:
                 self._check_quota(owner, name, database)
                 database.execute(
                     "INSERT INTO sessions VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
@@ -287,7 +299,7 @@ class Store:
         ask = "SELECT count(*) AS count, coalesce(sum(bytes), 0) AS bytes FROM sessions WHERE owner = ?"
         same = "SELECT 1 FROM sessions WHERE owner = ? AND name = ?"
         if database is None:
-            held, taken = self._query(ask, (owner,))[0], self._query(same, (owner, name))
+            held, taken = self.query(ask, (owner,))[0], self.query(same, (owner, name))
         else:
             held, taken = database.execute(ask, (owner,)).fetchone(), database.execute(same, (owner, name)).fetchall()
         if taken:
@@ -306,7 +318,7 @@ class Store:
         path = self.folder / id
         held = lock(path) if path.is_dir() else None
         try:
-            with self._transaction() as database:
+            with self.transaction() as database:
                 database.execute("DELETE FROM sessions WHERE id = ?", (id,))
             shutil.rmtree(path, ignore_errors=True)
         finally:
@@ -326,14 +338,14 @@ class Store:
             pass
 
     def _by_id(self, id: str) -> SessionInfo:
-        return SessionInfo(**self._query(f"{_INFO} WHERE s.id = ?", (id,))[0])
+        return SessionInfo(**self.query(f"{_INFO} WHERE s.id = ?", (id,))[0])
 
-    def _query(self, text: str, given: tuple[Any, ...] = ()) -> list[dict[str, Any]]:
+    def query(self, text: str, given: tuple[Any, ...] = ()) -> list[dict[str, Any]]:
         with self._lock, closing(self._database.execute(text, given)) as found:
             return [dict(row) for row in found]
 
     @contextmanager
-    def _transaction(self) -> Iterator[sqlite3.Connection]:
+    def transaction(self) -> Iterator[sqlite3.Connection]:
         """All or nothing, and on the disk when it is done."""
         with self._lock:
             self._database.execute("PRAGMA synchronous=FULL")
@@ -347,7 +359,7 @@ class Store:
 
     def _sweep(self) -> None:
         """Delete folders that a killed process left without a row."""
-        known = {row["id"] for row in self._query("SELECT id FROM sessions")}
+        known = {row["id"] for row in self.query("SELECT id FROM sessions")}
         for path in self.folder.iterdir():
             orphan = path.is_dir() and re.fullmatch(r"[0-9a-f]{32}", path.name) and path.name not in known
             if orphan and time.time() - path.stat().st_mtime > 600:  # younger ones may be on their way
