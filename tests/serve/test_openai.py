@@ -105,23 +105,23 @@ def test_fifty_clients_at_once_get_what_they_would_get_alone(batching, tmp_path)
     model = byte_model("mag")
     alone = Engine(model, ByteTokenizer(), piece=12)
 
-    def ask(client, number: int) -> str:
-        prompt = f"{number} " * (1 + number % 9)
-        how = dict(model="small", prompt=prompt, max_tokens=4 + number % 7, seed=number, temperature=0.7)
-        extra = {"session": f"client-{number}"} if number % 2 else {}
-        first = client.completions.create(**how, extra_body=extra)
-        again = client.completions.create(**how, extra_body=extra)
-        return first.choices[0].text + "|" + again.choices[0].text
+    def texts(number: int, ask) -> list[str]:
+        """Two turns, with a session for every other client."""
+        prompt, session = f"{number} " * (1 + number % 9), f"client-{number}" if number % 2 else None
+        return [ask(prompt, session, 3 + number % 4, number) for _ in range(2 if session else 1)]
 
-    def solo(number: int) -> str:
-        prompt, session, texts = f"{number} " * (1 + number % 9), alone.session(), []
-        for _ in range(2):
-            texts.append(session.generate(prompt, 4 + number % 7, seed=number, temperature=0.7, top_p=1.0).text)
-            session = session if number % 2 else alone.session()
-        return "|".join(texts)
+    def solo(number: int) -> list[str]:
+        session = alone.session()
+        return texts(number, lambda prompt, _, limit, seed: session.generate(prompt, limit, seed=seed).text)
 
     with serving(tmp_path, batching=batching) as (_, address):
         client = openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0)
+
+        def ask(prompt: str, session: str | None, limit: int, seed: int) -> str:
+            extra = {} if session is None else {"session": session}
+            got = client.completions.create(model="small", prompt=prompt, max_tokens=limit, seed=seed, extra_body=extra)
+            return got.choices[0].text
+
         with ThreadPoolExecutor(50) as pool:
-            together = list(pool.map(lambda number: ask(client, number), range(50)))
+            together = list(pool.map(lambda number: texts(number, ask), range(50)))
     assert together == [solo(number) for number in range(50)]

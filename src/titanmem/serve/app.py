@@ -21,6 +21,7 @@ from titanmem.serve.page import page
 from titanmem.serve.service import Service
 
 EXPIRY_EVERY = 60.0  # seconds
+READ_AWAY = 2**26  # bytes of a body that is too large: a client that still sends does not see the answer
 
 
 def make_app(service: Service, expire_seconds: float | None = None) -> FastAPI:
@@ -108,19 +109,18 @@ class Door:
             self.service.metrics.observe(path, time.perf_counter() - begin)
 
     async def _body(self, scope: Scope, receive: Receive) -> Receive:
-        most, blocks, size, more = self.service.limits.body_bytes, [], 0, True
-        said = dict(scope["headers"]).get(b"content-length", b"0")
-        if said.isdigit() and int(said) > most:
-            raise Refusal(413, f"the body has {int(said)} bytes, at most {most} are taken", "body_too_large")
-        while more:
+        most, blocks, size, more = self.service.limits.body_bytes, list[bytes](), 0, True
+        while more and size <= most + READ_AWAY:
             message = await receive()
             if message["type"] == "http.disconnect":
                 break
-            blocks.append(message.get("body", b""))
-            size += len(blocks[-1])
-            if size > most:
-                raise Refusal(413, f"the body has more than {most} bytes", "body_too_large")
+            block = message.get("body", b"")
+            size += len(block)
+            if size <= most:
+                blocks.append(block)
             more = message.get("more_body", False)
+        if size > most:
+            raise Refusal(413, f"the body has more than {most} bytes", "body_too_large")
         whole: Message | None = {"type": "http.request", "body": b"".join(blocks), "more_body": False}
 
         async def again() -> Message:
