@@ -55,7 +55,7 @@ def test_commands_do_what_they_say(model, monkeypatch, capsys):
         "/reset", "/bogus", "/help", "/quit", "never",
     )  # fmt: skip
     for text in (
-        "this session has no name yet", "saved: session 'kept'", "mark 'm'", "kept stays as it is; now in session 'other'",
+        "this session has no name yet", "saved: session 'kept'", "mark 'm'", "kept stays as it is; now in session",
         "turns can be taken back, not 99", "empty again", "there is no /bogus",
     ):  # fmt: skip
         assert text in said.err, text
@@ -81,7 +81,19 @@ def test_sessions_travel_as_files(model, monkeypatch, capsys, tmp_path):
 def test_ctrl_c_stops_the_answer_and_not_the_session(model):
     """At a real terminal, in a process of its own."""
     leader, follower = pty.openpty()
-    command = [sys.executable, "-m", "titanmem", "chat", model, "--session", "a", "--tokens", "100000", "--device", "cpu"]
+    command = [
+        sys.executable,
+        "-m",
+        "titanmem",
+        "chat",
+        model,
+        "--session",
+        "a",
+        "--tokens",
+        "100000",
+        "--device",
+        "cpu",
+    ]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     child = subprocess.Popen(command, stdin=follower, stdout=follower, stderr=follower, env=environment)
     os.close(follower)

@@ -6,8 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-
 from small import byte_engine, same
+
 from support import BLOCK_CASES, assert_same_state
 from titanmem.infer.past import cut
 from titanmem.infer.session import Session
@@ -41,7 +41,7 @@ def test_a_second_answer_goes_on_where_the_first_ended():
 @pytest.mark.parametrize("case", ["mac", "hybrid"])
 def test_company_changes_no_answer(batching, case):
     """Sessions join and leave the batch at different times, with prompts longer than a piece."""
-    engine = byte_engine(case, batching=batching, piece=12, most_rows=5)
+    engine = byte_engine(case, batching=batching, piece=4, most_rows=5)
     how = [dict(max_new_tokens=5 + 4 * i, seed=i, temperature=0.7) for i in range(len(PROMPTS))]
     sessions = [engine.session() for _ in PROMPTS]
 
@@ -53,7 +53,7 @@ def test_company_changes_no_answer(batching, case):
         together = list(pool.map(talk, range(len(PROMPTS)), sessions))
     assert batching == "exact" or engine.work.forwards < engine.work.drawn
     for number, session in enumerate(sessions):
-        alone = byte_engine(case, piece=12).session()
+        alone = byte_engine(case, piece=4).session()
         assert talk(number, alone) == together[number]
         if batching == "exact":
             assert same(alone.past, session.past)
@@ -106,7 +106,7 @@ def test_what_may_become_a_stop_string_is_held_back():
     from titanmem.infer.answer import Shown
 
     shown = Shown(ByteTokenizer(), ["\nUser:", "!!"])
-    seen = [shown.push(byte) for byte in "a\nUs\nUser".encode()]
+    seen = [shown.push(byte) for byte in b"a\nUs\nUser"]
     assert [text for text, _ in seen] == ["a", "", "", "", "\nUs", "", "", "", ""]
     assert shown.released == 4
     assert shown.push(ord(":")) == ("", 4)

@@ -9,8 +9,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-
 from small import byte_engine, byte_model, same
+
 from titanmem.data.tokenizer import ByteTokenizer
 from titanmem.infer import Conflict, Engine, Quota, QuotaExceeded, SessionBusy, Store
 from titanmem.infer import snapshot as snapshots
@@ -22,7 +22,7 @@ def talk(session, turns: range) -> None:
     for turn in turns:
         kind = turn % 5
         if kind == 0:
-            session.append("text number %d, longer than a piece" % turn)
+            session.append(f"text number {turn}, longer than a piece")
         elif kind == 1:
             session.generate(" go on", 7, seed=turn, stop_ids=())
         elif kind == 2:

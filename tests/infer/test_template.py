@@ -52,7 +52,12 @@ def test_what_follows_an_answer_begins_with_its_end(chatml):
 
 def test_turns_in_a_session_are_the_conversation_as_a_whole():
     template = ChatTemplate(ByteTokenizer())
-    talk = [{"role": "system", "content": "Be brief."}, user("Hello"), {"role": "assistant", "content": " Hi."}, user("So?")]
+    talk = [
+        {"role": "system", "content": "Be brief."},
+        user("Hello"),
+        {"role": "assistant", "content": " Hi."},
+        user("So?"),
+    ]
     whole = template.encode(talk)
     parts = [*template.encode(talk[:2]), *b" Hi.", *template.encode(talk[3:], follows=True)]
     assert whole == parts

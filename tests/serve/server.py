@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,13 +10,12 @@ from threading import Thread
 
 import uvicorn
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "infer"))
-from small import byte_model  # noqa: E402
-from titanmem.data.tokenizer import ByteTokenizer  # noqa: E402
-from titanmem.infer import Engine, Quota, Store  # noqa: E402
-from titanmem.infer.template import ChatTemplate  # noqa: E402
-from titanmem.serve.app import make_app  # noqa: E402
-from titanmem.serve.service import Limits, Service  # noqa: E402
+from small import byte_model
+from titanmem.data.tokenizer import ByteTokenizer
+from titanmem.infer import Engine, Quota, Store
+from titanmem.infer.template import ChatTemplate
+from titanmem.serve.app import make_app
+from titanmem.serve.service import Limits, Service
 
 
 @contextmanager

@@ -15,8 +15,8 @@ from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 import pytest
-
 from server import byte_model, serving
+
 from titanmem.cli import main
 from titanmem.infer import Quota
 from titanmem.serve.service import Limits
@@ -190,7 +190,7 @@ def test_a_client_that_goes_away_frees_its_slot_and_others_wait_for_one(tmp_path
 
 
 def test_one_session_takes_one_request_after_the_other(server):
-    service, address = server
+    _, address = server
     call(address, "/v1/sessions", {"name": "busy"})
     with ThreadPoolExecutor(8) as pool:
         paths = ["/v1/sessions/busy/append"] * 8
@@ -226,7 +226,17 @@ def test_sigterm_lets_answers_end_and_saves(tmp_path):
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     address = f"http://127.0.0.1:{port}"
-    command = [sys.executable, "-m", "titanmem", "serve", str(tmp_path / "model"), "--port", str(port), "--device", "cpu"]
+    command = [
+        sys.executable,
+        "-m",
+        "titanmem",
+        "serve",
+        str(tmp_path / "model"),
+        "--port",
+        str(port),
+        "--device",
+        "cpu",
+    ]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as child:
         try:
@@ -237,7 +247,9 @@ def test_sigterm_lets_answers_end_and_saves(tmp_path):
                 except OSError:
                     time.sleep(0.1)
             ask = {"model": "model", "prompt": "abc", "max_tokens": 200, "session": "s", "stream": True, "seed": 1}
-            request = Request(f"{address}/v1/completions", json.dumps(ask).encode(), {"Content-Type": "application/json"})
+            request = Request(
+                f"{address}/v1/completions", json.dumps(ask).encode(), {"Content-Type": "application/json"}
+            )
             with urlopen(request, timeout=60) as stream:
                 lines = [stream.readline()]
                 child.send_signal(signal.SIGTERM)

@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 import openai
 import pytest
 import torch
-
 from server import byte_model, serving
+
 from titanmem.data.tokenizer import ByteTokenizer
 from titanmem.infer import Engine
 from titanmem.infer.template import ChatTemplate

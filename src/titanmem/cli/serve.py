@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--name", help="the model's name in requests (default: the folder's)")
     parser.add_argument("--device", default=None, help="cpu, cuda, … (default: cuda if there is one)")
     parser.add_argument("--batching", choices=["exact", "stacked"], help="default: exact on a CPU, stacked on a GPU")
-    parser.add_argument("--compile", action="store_true", help="single tokens through torch.compile")
+    parser.add_argument("--kernels", action="store_true", help="with the GPU kernels")
     parser.add_argument("--snapshot-bits", type=int, choices=[0, 8], default=0, help="8: smaller snapshots, not exact")
     parser.add_argument("--expire-days", type=float, help="delete sessions that were not used for so long")
     parser.add_argument("--most-sessions", type=int, default=1000, help="of one key (default: 1000)")
@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
     from titanmem.serve.service import Limits, Service
 
     engine = Engine.load(
-        arguments.model, arguments.device, batching=arguments.batching, compile=arguments.compile,
+        arguments.model, arguments.device, batching=arguments.batching, kernels=arguments.kernels,
         **({} if arguments.name is None else {"name": arguments.name}),
     )  # fmt: skip
     folder = arguments.store or Path(arguments.model) / "sessions"
@@ -68,5 +68,5 @@ def run(arguments: argparse.Namespace) -> int:
         app = make_app(service, None if days is None else days * 86_400)
         print(f"{engine.name} on {engine.device}, {engine.batching} batching, sessions in {folder}", flush=True)
         print(f"http://{arguments.host}:{arguments.port}/docs, {'with' if keyed else 'without'} API keys", flush=True)
-        run_app(app, arguments.host, arguments.port, arguments.drain_seconds)
+        run_app(app, service, arguments.host, arguments.port, arguments.drain_seconds)
     return 0

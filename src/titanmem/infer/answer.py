@@ -131,7 +131,11 @@ class _Held:
 
 
 def answering(
-    past: Past, wish: Wish, tokenizer: Tokenizer | None, emit: Callable[[Piece], None], cancelled: Callable[[], bool] = lambda: False
+    past: Past,
+    wish: Wish,
+    tokenizer: Tokenizer | None,
+    emit: Callable[[Piece], None],
+    cancelled: Callable[[], bool] = lambda: False,
 ) -> Job[Answer]:
     """Draw tokens until a stop, the limit or `cancelled`; `emit` gets what is sure, in order."""
     how = wish.sampling

@@ -16,6 +16,7 @@ import json
 import queue
 from collections.abc import Sequence
 from concurrent.futures import Future
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from math import lcm
@@ -30,6 +31,7 @@ from titanmem.config import require
 from titanmem.data.tokenizer import Tokenizer, find_tokenizer
 from titanmem.infer.past import Call, Job, Past, Result, Row, alone
 from titanmem.models.language import TitansLM
+from titanmem.ops.backend import backend
 from titanmem.state import ModelState
 
 T = TypeVar("T")
@@ -87,7 +89,7 @@ class Engine:
     >>> print(session.generate(max_new_tokens=40).text)
 
     `piece`: tokens of a text that are read at once. `batching`: "exact" or "stacked"; by itself exact on a CPU, stacked
-    on a GPU. `most_rows` share one forward at most. `compile`: single tokens go through torch.compile.
+    on a GPU. `most_rows` share one forward at most. `kernels`: everything by the GPU kernels.
     """
 
     def __init__(
@@ -98,7 +100,7 @@ class Engine:
         piece: int | None = None,
         batching: str | None = None,
         most_rows: int = 32,
-        compile: bool = False,
+        kernels: bool = False,
         name: str = "titanmem",
     ) -> None:
         self.model, self.tokenizer, self.name = model.eval(), tokenizer, name
@@ -110,7 +112,7 @@ class Engine:
         require(self.piece >= 1, f"piece must be at least 1, got {piece}")
         self.most_rows = most_rows
         self.work = Work()
-        self._step: Any = torch.compile(model, dynamic=False) if compile else model
+        self._forms = {"memory": "triton", "streams": "triton"} if kernels else {}
         self._new: queue.SimpleQueue[_Task[Any] | None] = queue.SimpleQueue()
         self._thread: Thread | None = None
         self._lock = Lock()
@@ -194,7 +196,8 @@ class Engine:
                 tasks = [task for task in tasks if task.call is not None]
             self.work.waiting = len(tasks)
             begin = perf_counter()
-            self._round(tasks)
+            with backend(**self._forms) if self._forms else nullcontext():
+                self._round(tasks)
             self.work.seconds += perf_counter() - begin
             tasks = [task for task in tasks if task.call is not None]
             self.work.waiting = len(tasks)
@@ -238,11 +241,10 @@ class Engine:
         else:
             self.work.read += len(first.ids)
         state = stack([call.state for call in calls])
-        if not first.last:
+        if not first.last and len(calls) == 1:
             _, state, _ = self.model.hidden(ids, state, learn=first.learn)
             return [Result(None, state)]
-        model = self._step if single else self.model
-        logits, state = model(ids, state, learn=first.learn)
+        logits, state = self.model(ids, state, learn=first.learn)
         logits = logits[:, -1]
         if len(calls) == 1:
             return [Result(logits, state)]

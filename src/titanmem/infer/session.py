@@ -10,6 +10,7 @@ session as it was.
 from __future__ import annotations
 
 import queue
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -87,6 +88,11 @@ class Session:
         """Bytes of the state in memory."""
         return self.past.nbytes
 
+    @property
+    def disk_bytes(self) -> int:
+        """Bytes on the disk: log, snapshots and marks."""
+        return 0 if self._folder is None else self._folder.nbytes
+
     def encode(self, text: str | Sequence[int]) -> list[int]:
         """Ids of a text; ids stay what they are, if the model has them."""
         if isinstance(text, str):
@@ -114,7 +120,7 @@ class Session:
             return len(ids)
 
     def generate(self, prompt: str | Sequence[int] = "", max_new_tokens: int = 256, **settings: Any) -> Answer:
-        """Read a prompt and answer it. Settings: those of `Sampling`, logprobs=N, expect= and policy= as in `append`."""
+        """Read a prompt and answer it. Settings: those of `Sampling`, logprobs=N, expect and policy as in `append`."""
         answers = self._answers(prompt, max_new_tokens, Event(), **settings)
         while True:
             try:
@@ -299,7 +305,11 @@ class Session:
     def _commit(self, past: Past) -> None:
         self.past = past
         if self._folder is not None and self._seconds >= self._snapshot_seconds:
-            self._save()
+            try:
+                self._save()
+            except (ValueError, OSError) as error:  # the log has everything
+                self._seconds = 0.0
+                warnings.warn(f"the session {self.name!r} goes on without a new snapshot: {error}", stacklevel=2)
         self._changed(self)
 
     def _save(self) -> None:

@@ -33,6 +33,7 @@ from titanmem.infer.tokenlog import TokenLog
 VERSION = 1
 DATABASE = "sessions.sqlite"
 NAMES = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+RESERVED = ("tree", "import")  # paths of the server
 TABLES = """
 CREATE TABLE sessions (
     id TEXT PRIMARY KEY, owner TEXT NOT NULL, name TEXT NOT NULL, model TEXT NOT NULL, config TEXT NOT NULL,
@@ -276,6 +277,7 @@ class Store:
             NAMES.fullmatch(name) is not None,
             f"a session's name is up to 100 letters, digits, '.', '_', '-', first a letter or a digit, got {name!r}",
         )
+        require(name not in RESERVED, f"{name!r} has a meaning of its own; choose another name")
         self._check_quota(owner, name)
         id = secrets.token_hex(16)
         path = self.folder / id

@@ -7,6 +7,7 @@ import ipaddress
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from types import FrameType
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -154,11 +155,16 @@ def is_local(address: str) -> bool:
         return False
 
 
-def run_app(app: Any, host: str, port: int, drain_seconds: float) -> None:
+def run_app(app: Any, service: Service, host: str, port: int, drain_seconds: float) -> None:
     """Serve until SIGTERM or Ctrl-C; then answers that were begun may end, and sessions are saved."""
     import uvicorn
+
+    class Server(uvicorn.Server):
+        def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+            service.draining = True
+            super().handle_exit(sig, frame)
 
     config = uvicorn.Config(
         app, host=host, port=port, timeout_graceful_shutdown=int(drain_seconds), log_level="info", server_header=False
     )
-    uvicorn.Server(config).run()
+    Server(config).run()

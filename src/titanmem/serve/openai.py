@@ -38,13 +38,14 @@ class Told:
 
 @dataclass
 class Asked:
-    """A request, checked. `prompts`: ids, or None for messages, whose ids depend on the session."""
+    """A request, checked. `texts`: what a completion goes on with; the ids of messages depend on the session."""
 
     service: Service
     given: Generation
     owner: str
     chat: bool
-    prompts: list[list[int]] = field(default_factory=list)
+    texts: list[str | list[int]] = field(default_factory=list)
+    prompts: list[list[int]] = field(default_factory=list, init=False)
     id: str = field(default_factory=lambda: secrets.token_hex(12))
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -62,7 +63,7 @@ class Asked:
                 "max_tokens",
             )
         self.choice = SessionChoice(name=given.session) if isinstance(given.session, str) else given.session
-        rows = max(1, len(self.prompts)) * given.n
+        rows = max(1, len(self.texts)) * given.n
         if rows > limits.choices:
             raise Refusal(
                 400, f"{rows} answers are asked for, at most {limits.choices} are given", "too_many_choices", "n"
@@ -110,6 +111,8 @@ class Asked:
             if isinstance(self.given, ChatCompletion):
                 messages = [message.plain() for message in self.given.messages]
                 self.prompts = [self.service.template.encode(messages, session.past.answered)]
+            else:
+                self.prompts = [session.encode(text) for text in self.texts]
             for prompt in self.prompts:
                 self.check_prompt(prompt)
             policy = choice.policy if choice is not None and kept else None
@@ -340,9 +343,7 @@ def install(app: FastAPI, service: Service) -> None:
         owner, prompt = service.owner(request), given.prompt
         whole: Any = [prompt] if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)) else prompt
         require(bool(whole), "the prompt is empty; give a text, ids, or a list of them")
-        words = service.engine
-        prompts = [words.words().encode(one) if isinstance(one, str) else check_ids(service, one) for one in whole]
-        return await respond(Asked(service, given, owner, False, prompts), request)
+        return await respond(Asked(service, given, owner, False, whole), request)
 
     @router.post("/chat/completions", response_model=None)
     async def chat(given: ChatCompletion, request: Request) -> Response | dict[str, Any]:
@@ -350,10 +351,3 @@ def install(app: FastAPI, service: Service) -> None:
         return await respond(Asked(service, given, service.owner(request), True), request)
 
     app.include_router(router)
-
-
-def check_ids(service: Service, ids: Sequence[int]) -> list[int]:
-    """Ids that the model has."""
-    most = service.engine.identity.vocab_size
-    require(all(0 <= i < most for i in ids), f"ids must lie in 0 … {most - 1}")
-    return list(ids)

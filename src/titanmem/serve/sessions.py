@@ -17,7 +17,6 @@ from titanmem.config import require
 from titanmem.infer import Session, SessionInfo, compare, difference
 from titanmem.infer.inspect import surprises
 from titanmem.serve.errors import Refusal
-from titanmem.serve.openai import check_ids
 from titanmem.serve.schemas import Append, Change, Compare, Forget, Fork, Inspect, Mark, NewSession
 from titanmem.serve.service import Service
 
@@ -41,13 +40,9 @@ def install(app: FastAPI, service: Service) -> None:
     def about(session: Session, owner: str, **more: Any) -> dict[str, Any]:
         return {**told(store.info(session.name, owner)), "marks": session.marks, "state_bytes": session.nbytes, **more}
 
-    def tokens_of(given: Append | Inspect | Compare) -> list[int]:
+    def tokens_of(session: Session, given: Append | Inspect | Compare) -> list[int]:
         require((given.text is None) != (given.ids is None), "give text or ids, one of them")
-        if given.text is not None:
-            ids = service.engine.words().encode(given.text)
-        else:
-            assert given.ids is not None
-            ids = check_ids(service, given.ids)
+        ids = session.encode(given.text if given.text is not None else given.ids or [])
         if len(ids) > limits.prompt_tokens:
             raise Refusal(
                 413, f"the text has {len(ids)} tokens, at most {limits.prompt_tokens} are taken at once; send parts",
@@ -59,13 +54,12 @@ def install(app: FastAPI, service: Service) -> None:
     async def create(given: NewSession, request: Request) -> dict[str, Any]:
         """A new session, with a first text if one is given."""
         owner = service.owner(request)
-        ids = None if given.text is None else tokens_of(Append(text=given.text))
 
         def work() -> dict[str, Any]:
             session = store.create(given.name, owner, given.policy)
             live.adopt(session, owner)
-            if ids:
-                session.append(ids)
+            if given.text:
+                session.append(tokens_of(session, Append(text=given.text)))
             return about(session, owner)
 
         return await service.run(work)
@@ -139,10 +133,10 @@ def install(app: FastAPI, service: Service) -> None:
     @router.post("/{name}/append")
     async def append(name: str, given: Append, request: Request) -> dict[str, Any]:
         """Read a text. When the answer comes, it is on the disk."""
-        owner, ids = service.owner(request), tokens_of(given)
+        owner = service.owner(request)
 
         def work(session: Session) -> dict[str, Any]:
-            count = session.append(ids, given.expect, given.policy)
+            count = session.append(tokens_of(session, given), given.expect, given.policy)
             more = {"surprise": [seen.to_dict() for seen in session.surprise]} if given.surprise else {}
             return about(session, owner, appended=count, **more)
 
@@ -207,18 +201,21 @@ def install(app: FastAPI, service: Service) -> None:
     @router.post("/{name}/inspect")
     async def inspect(name: str, given: Inspect, request: Request) -> dict[str, Any]:
         """The same of a text that the session does not read."""
-        ids = tokens_of(given)
 
         def work(session: Session) -> dict[str, Any]:
-            return {"tokens": [seen.to_dict() for seen in surprises(session.engine, session.past, ids, given.learn)]}
+            seen = surprises(session.engine, session.past, tokens_of(session, given), given.learn)
+            return {"tokens": [token.to_dict() for token in seen]}
 
         return await use(request, name, work)
 
     @router.post("/{name}/compare")
     async def compared(name: str, given: Compare, request: Request) -> dict[str, Any]:
         """What comes after a prompt with a fresh, the frozen and the learning memory."""
-        ids = tokens_of(given)
-        return await use(request, name, lambda session: compare(session.engine, session.past, ids, given.top))
+
+        def work(session: Session) -> dict[str, Any]:
+            return compare(session.engine, session.past, tokens_of(session, given), given.top)
+
+        return await use(request, name, work)
 
     @router.get("/{name}/diff/{other}")
     async def diff(name: str, other: str, request: Request) -> dict[str, Any]:
