@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
 
 import pytest
 import torch
-from small import byte_engine, byte_model, same
 
+from small import byte_engine, byte_model, same
 from titanmem.data.tokenizer import ByteTokenizer
 from titanmem.infer import Conflict, Engine, Quota, QuotaExceeded, SessionBusy, Store
 from titanmem.infer import snapshot as snapshots
@@ -270,3 +271,39 @@ def test_files_that_are_no_state_of_the_model_are_refused(tmp_path):
         store.import_file(tmp_path / "noise")
     assert store.sessions() == []
     session.append("still works")
+
+
+def test_what_cannot_be_written_leaves_the_session_as_it_was(tmp_path, monkeypatch):
+    store = Store(tmp_path, byte_engine(), snapshot_seconds=1e9)
+    session = store.create("a")
+    session.append("kept")
+    past, path = session.past, session._folder.log.path
+    data = path.read_bytes()
+    write = os.write
+
+    def full(file: int, block: bytes) -> int:
+        return write(file, block[: len(block) // 2])
+
+    for call in (lambda: session.append("lost"), lambda: session.generate("lost", 5, seed=0)):
+        with monkeypatch.context() as patch:
+            patch.setattr("os.write", full)
+            with pytest.raises(ValueError, match=r"the disk is full; nothing of this was kept"):
+                call()
+        assert session.past is past
+        assert path.read_bytes() == data
+    session.generate("kept too", 5, seed=0)
+    with monkeypatch.context() as patch:  # a snapshot that fails costs nothing: the log has everything
+        patch.setattr("titanmem.infer.snapshot.write", lambda *_, **__: (_ for _ in ()).throw(OSError("no room")))
+        session._snapshot_seconds = 0.0
+        with pytest.warns(UserWarning, match="goes on without a new snapshot: .*no room"):
+            session.append("and this")
+    past = session.past
+    session.close(save=False)
+    assert same(store.open("a").past, past)
+
+
+def test_processes_that_start_together_share_a_store(tmp_path):
+    code = "import sys; from titanmem.infer import Store; Store(sys.argv[1]).sessions(); print('fine')"
+    command = [sys.executable, "-c", code, str(tmp_path / "store")]
+    children = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(4)]
+    assert [child.communicate()[0] for child in children] == ["fine\n"] * 4

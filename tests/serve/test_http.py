@@ -168,16 +168,19 @@ def test_requests_that_cannot_be_met_say_why(server):
         assert refused(call(address, "/v1/models", **headers), 403, "not_local")
 
 
-def test_a_client_that_goes_away_frees_its_slot_and_others_wait_for_one(tmp_path):
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_goes_away_frees_its_slot_and_others_wait_for_one(stream, tmp_path):
     with serving(tmp_path, limits=Limits(requests=1, new_tokens=100_000)) as (service, address):
-        ask = {"model": "small", "prompt": "abc", "max_tokens": 100_000, "session": "long", "stream": True}
+        ask = {"model": "small", "prompt": "abc", "max_tokens": 100_000, "session": "long", "stream": stream}
         data = json.dumps(ask).encode()
         host, port = address.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port))) as client:
             head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
             client.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
-            while b"data:" not in client.recv(4096):
+            while stream and b"data:" not in client.recv(4096):
                 pass
+            while not service.active or not service.engine.work.drawn:
+                time.sleep(0.01)
             answer = call(address, "/v1/completions", ask | {"stream": False})
             assert refused(answer, 429, "rate_limit_exceeded")
             assert call(address, "/health")[0] == 200

@@ -170,7 +170,7 @@ class Chat:
     def surprise(self, given: str) -> None:
         seen = self.session.surprise
         if not seen:
-            raise ValueError("nothing was read yet")
+            raise ValueError("nothing was read since the session was opened")
         print(show_surprise(seen, self.colour))
 
     def where(self) -> str:

@@ -90,15 +90,20 @@ class Shown:
         found = [at for at in (self._text.find(stop, max(0, self._shown)) for stop in self._stops) if at >= 0]
         if found:
             return self._show(min(found)), self._kept(min(found))
-        held = max(
-            (k for stop in self._stops for k in range(len(stop)) if k and self._text.endswith(stop[:k])), default=0
-        )
+        held = max((self._begun(stop) for stop in self._stops), default=0)
         new = self._show(len(self._text) - held)
         for index in range(len(self._ends) - 1, self.released, -1):
             if self._ends[index] <= self._shown and (not self._stops or self._ends[index] > self._ends[index - 1]):
                 self.released = index
                 break
         return new, None
+
+    def _begun(self, stop: str) -> int:
+        """How many characters at the end of the text are the beginning of a stop string."""
+        last = self._text[-1:]
+        return next(
+            (k for k in range(len(stop) - 1, 0, -1) if stop[k - 1] == last and self._text.endswith(stop[:k])), 0
+        )
 
     def finish(self) -> str:
         """All that was held back."""

@@ -94,8 +94,9 @@ class Asked:
         else:
             assert isinstance(given, Completion)
             logprobs, ends = given.logprobs, {}
+        temperature = given.temperature if given.temperature >= 1e-4 else 0.0  # below it nothing is left to chance
         return {
-            "temperature": given.temperature, "top_p": given.top_p, "top_k": given.top_k, "seed": seed, **ends,
+            "temperature": temperature, "top_p": given.top_p, "top_k": given.top_k, "seed": seed, **ends,
             "repetition_penalty": given.repetition_penalty, "stop": self.stop, "logprobs": logprobs,
         }  # fmt: skip
 
@@ -223,6 +224,7 @@ class Asked:
                 await asyncio.wait({step, watch}, return_when=asyncio.FIRST_COMPLETED)
                 if watch.done() and not step.done():
                     step.cancel()
+                    await asyncio.wait({step})
                     raise Refusal(499, "the client went away", "client_closed_request")
                 told = step.result()
                 if told is None:

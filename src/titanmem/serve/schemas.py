@@ -40,7 +40,7 @@ class Generation(Request):
     stream: bool = False
     stream_options: StreamOptions | None = None
     top_k: Annotated[int, Field(ge=1)] | None = None
-    repetition_penalty: Annotated[float, Field(gt=0)] = 1.0
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] = 1.0
     session: str | SessionChoice | None = Field(None, description="whose memory to use; created if there is none")
 
     # of OpenAI's interface: taken if they ask for nothing
