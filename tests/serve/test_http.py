@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
@@ -223,48 +224,56 @@ def test_metrics_and_pages(server):
     assert "<script" not in page
 
 
-def test_sigterm_lets_answers_end_and_saves(tmp_path):
-    byte_model("mag").save(tmp_path / "model")
+@contextmanager
+def process(model: Path):
+    """`titanmem serve` in a process of its own, and its address."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     address = f"http://127.0.0.1:{port}"
-    command = [
-        sys.executable,
-        "-m",
-        "titanmem",
-        "serve",
-        str(tmp_path / "model"),
-        "--port",
-        str(port),
-        "--device",
-        "cpu",
-    ]
+    command = [sys.executable, "-m", "titanmem", "serve", str(model), "--port", str(port), "--device", "cpu"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as child:
         try:
-            for _ in range(300):
+            for _ in range(600):
                 try:
                     call(address, "/ready")
                     break
                 except OSError:
                     time.sleep(0.1)
-            ask = {"model": "model", "prompt": "abc", "max_tokens": 200, "session": "s", "stream": True, "seed": 1}
-            request = Request(
-                f"{address}/v1/completions", json.dumps(ask).encode(), {"Content-Type": "application/json"}
-            )
-            with urlopen(request, timeout=60) as stream:
-                lines = [stream.readline()]
-                child.send_signal(signal.SIGTERM)
-                lines += stream.readlines()
-            assert lines[-2] == b"data: [DONE]\n"
-            output = child.communicate(timeout=60)[0].decode()
-            assert child.returncode in (0, -signal.SIGTERM), output
+            yield child, address
         finally:
             child.kill()
+
+
+def test_sigterm_lets_answers_end_and_saves(tmp_path):
+    byte_model("mag").save(tmp_path / "model")
+    with process(tmp_path / "model") as (child, address):
+        ask = {"model": "model", "prompt": "abc", "max_tokens": 200, "session": "s", "stream": True, "seed": 1}
+        request = Request(f"{address}/v1/completions", json.dumps(ask).encode(), {"Content-Type": "application/json"})
+        with urlopen(request, timeout=60) as stream:
+            lines = [stream.readline()]
+            child.send_signal(signal.SIGTERM)
+            lines += stream.readlines()
+        assert lines[-2] == b"data: [DONE]\n"
+        output = child.communicate(timeout=60)[0].decode()
+        assert child.returncode in (0, -signal.SIGTERM), output
     manifest = json.loads(next((tmp_path / "model" / "sessions").glob("*/session.json")).read_text())
     drawn = sum(b'"finish_reason": null' in line for line in lines)
     assert manifest["bases"][-1]["tokens"] >= 3 + drawn // 2 > 20
+
+
+def test_a_killed_server_comes_back_with_all_it_acknowledged(tmp_path):
+    byte_model("mag").save(tmp_path / "model")
+    with process(tmp_path / "model") as (child, address):
+        call(address, "/v1/sessions", {"name": "a", "text": "before"})
+        ask = {"model": "model", "prompt": " and", "max_tokens": 9, "session": "a", "seed": 1}
+        tokens = call(address, "/v1/completions", ask)[1]["session"]["tokens"]
+        told = call(address, "/v1/sessions/a/compare", {"text": "now"})[1]
+        child.kill()
+    with process(tmp_path / "model") as (_, address):
+        assert call(address, "/v1/sessions/a")[1]["tokens"] == tokens
+        assert call(address, "/v1/sessions/a/compare", {"text": "now"})[1] == told
 
 
 def test_other_machines_are_let_in_with_a_key_only(tmp_path, capsys):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections import deque
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,33 +46,38 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from titanmem.infer import Engine, Store
+    from titanmem.infer import Engine
     from titanmem.infer.template import ChatTemplate
 
     with Engine.load(arguments.model, arguments.device) as engine:
-        template = ChatTemplate.load(arguments.model, engine.words())
-        with Store(arguments.store or Path(arguments.model) / "sessions", engine) as store:
-            chat = Chat(engine, store, template, arguments)
-            try:
-                chat.loop()
-            finally:
-                chat.session.close()
+        chat = Chat(engine, ChatTemplate.load(arguments.model, engine.words()), arguments)
+        try:
+            chat.loop()
+        finally:
+            chat.session.close()
     return 0
 
 
 class Chat:
     """One conversation at the terminal."""
 
-    def __init__(self, engine: Engine, store: Store, template: ChatTemplate, how: argparse.Namespace) -> None:
-        self.engine, self.store, self.template, self.how = engine, store, template, how
+    def __init__(self, engine: Engine, template: ChatTemplate, how: argparse.Namespace) -> None:
+        self.engine, self.template, self.how = engine, template, how
         self.before: deque[Past] = deque(maxlen=UNDO)
         self.answers = 0
         self.colour = sys.stdout.isatty()
         self.session: Session = engine.session()
         if how.session:
-            self.session = store.open(how.session, create=True)
+            self.session = self.store.open(how.session, create=True)
         if how.frozen:
             self.session.set_policy("frozen")
+
+    @cached_property
+    def store(self) -> Store:
+        """Where sessions are kept; made when one is."""
+        from titanmem.infer import Store
+
+        return Store(self.how.store or Path(self.how.model) / "sessions", self.engine)
 
     def loop(self) -> None:
         if sys.stdin.isatty():
