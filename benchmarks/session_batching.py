@@ -20,7 +20,7 @@ from titanmem import TitansConfig, TitansLM
 from titanmem.bench.timing import machine
 from titanmem.infer import Engine
 
-SESSIONS = (1, 4, 16, 64)
+SESSIONS = (1, 4, 16)
 
 
 def speed(engine: Engine, count: int, tokens: int) -> float:

@@ -47,9 +47,8 @@ def resident_mib() -> float:
     return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
-def stream(session: Session, tokens: int, size: int, parts: int) -> list[dict[str, float]]:
+def stream(session: Session, tokens: int, size: int, parts: int) -> Iterator[dict[str, float]]:
     """Append `tokens` tokens; one record for each of `parts` equal parts."""
-    records: list[dict[str, float]] = []
     text, each = pieces(size), tokens // parts
     with tqdm(total=tokens, unit="tokens", unit_scale=True) as bar:
         for _ in range(parts):
@@ -62,14 +61,11 @@ def stream(session: Session, tokens: int, size: int, parts: int) -> list[dict[st
                 busy += time.process_time() - computed
                 read += len(part)
                 bar.update(len(part))
-            records.append(
-                {
-                    "read": session.tokens, "tokens_per_s": read / seconds, "tokens_per_cpu_s": read / busy,
-                    "resident_mib": resident_mib(),
-                    "state_mib": session.nbytes / 2**20, "disk_mib": session.disk_bytes / 2**20,
-                }
-            )  # fmt: skip
-    return records
+            yield {
+                "read": session.tokens, "tokens_per_s": read / seconds, "tokens_per_cpu_s": read / busy,
+                "resident_mib": resident_mib(), "state_mib": session.nbytes / 2**20,
+                "disk_mib": session.disk_bytes / 2**20,
+            }  # fmt: skip
 
 
 def summary(records: list[dict[str, float]]) -> dict[str, float]:
@@ -119,6 +115,8 @@ def main() -> None:
     torch.manual_seed(0)
     model = TitansLM(TitansConfig.from_name(arguments.model))
     result: dict[str, Any] = {"machine": {**machine(), "threads": torch.get_num_threads()}, "model": arguments.model}
+    records: list[dict[str, float]] = []
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
     with (
         tempfile.TemporaryDirectory() as folder,
         Engine(model, ByteTokenizer(), name=arguments.model) as engine,
@@ -127,10 +125,10 @@ def main() -> None:
     ):
         session.append(next(pieces(2 * engine.piece)))  # the first calls are slow
         session.reset()
-        records = stream(session, arguments.tokens, arguments.append, parts=100)
-    result |= {"tokens": arguments.tokens, "append": arguments.append, "summary": summary(records), "records": records}
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+        for record in stream(session, arguments.tokens, arguments.append, parts=100):
+            records.append(record)
+            result |= {"tokens": session.tokens, "append": arguments.append, "summary": summary(records)}
+            arguments.out.write_text(json.dumps({**result, "records": records}, indent=1) + "\n")
     draw(records, arguments.out.with_suffix(".png"))
     for name, value in result["summary"].items():
         print(f"{name:28}{value:>12,.2f}")
