@@ -38,6 +38,8 @@ def run(arguments: argparse.Namespace) -> int:
             key = keys.revoke(arguments.name)
             print(f"{key.id} ({key.name}) is revoked")
         else:
+            if not keys.all():
+                print(f"no keys; titanmem keys create {arguments.model} NAME makes one")
             for key in keys.all():
                 used = "never" if key.used is None else time.strftime("%Y-%m-%d %H:%M", time.localtime(key.used))
                 state = "in force" if key.revoked is None else "revoked"
