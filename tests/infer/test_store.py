@@ -218,6 +218,9 @@ def test_quotas_names_and_expiry(tmp_path):
     small = Store(tmp_path, engine, quota=Quota(bytes=10_000))
     with pytest.raises(QuotaExceeded, match="of 10,000 allowed"):
         small.create("d")
+    tight = Store(tmp_path, engine, quota=Quota(bytes=store.info("a").bytes + store.info("b").bytes + 10))
+    with tight.open("b") as other, pytest.raises(QuotaExceeded, match="this one would take about"):
+        other.mark("too much")
     assert store.expire(3600) == []
     assert store.expire(0) == ["b"]  # `a` is open
     assert len(list(tmp_path.glob("*/session.json"))) == 1

@@ -56,6 +56,7 @@ class Session:
         folder: SessionFolder | None = None,
         snapshot_seconds: float = 20.0,
         on_change: Callable[[Session], None] | None = None,
+        before_mark: Callable[[], None] = lambda: None,
         most_tokens: int | None = None,
     ) -> None:
         require(policy in POLICIES, f"a session's policy is one of {', '.join(POLICIES)}, got {policy!r}")
@@ -63,6 +64,7 @@ class Session:
         self.past = past or engine.start
         self.most_tokens = most_tokens
         self._folder, self._changed = folder, on_change or (lambda session: None)
+        self._before_mark = before_mark
         self._marks: dict[str, Past] = {}
         self._turn = Turn(self.past, [], True)
         self._seconds = 0.0  # of computing since the last snapshot: what a restart would have to do again
@@ -212,6 +214,7 @@ class Session:
         """Keep the state of now under a name to return to."""
         with self._alone():
             name = name or f"token-{self.tokens}"
+            self._before_mark()
             if self._folder is not None:
                 self._folder.save(self.past, mark=name)
                 self._seconds = 0.0

@@ -160,11 +160,7 @@ class Store:
         except BaseException:
             folder.close()
             raise
-        session = Session(
-            self.engine, past, policy=folder.manifest.policy, name=name, folder=folder,
-            snapshot_seconds=self.snapshot_seconds, on_change=lambda session: self._note(info.id, session, folder),
-            most_tokens=self.quota.tokens,
-        )  # fmt: skip
+        session = self._attach(info, past, folder)
         self._note(info.id, session, folder)
         return session
 
@@ -182,10 +178,7 @@ class Store:
             )
         new_info = self.info(name, info.owner)
         copy = SessionFolder(self.folder / new_info.id, self.engine, self.bits)
-        other = Session(
-            self.engine, past, policy=session.policy, name=name, folder=copy, snapshot_seconds=self.snapshot_seconds,
-            on_change=lambda session: self._note(new_info.id, session, copy), most_tokens=self.quota.tokens,
-        )  # fmt: skip
+        other = self._attach(new_info, past, copy)
         other._turn = turn
         return other
 
@@ -309,12 +302,28 @@ class Store:
         most = self.quota.sessions
         if most is not None and held["count"] >= most:
             raise QuotaExceeded(f"there are {held['count']} sessions of {most} allowed; delete some first")
-        need = 2 * self.engine.start.nbytes
-        if self.quota.bytes is not None and held["bytes"] + need > self.quota.bytes:
+        self._check_bytes(held["bytes"], 2 * self.engine.start.nbytes)
+
+    def _check_bytes(self, held: int, need: int) -> None:
+        if self.quota.bytes is not None and held + need > self.quota.bytes:
             raise QuotaExceeded(
-                f"sessions take {held['bytes']:,} bytes of {self.quota.bytes:,} allowed, a new one about {need:,}; "
-                "delete some first"
+                f"sessions take {held:,} bytes of {self.quota.bytes:,} allowed, this one would take about {need:,} "
+                "more; delete some first"
             )
+
+    def _attach(self, info: SessionInfo, past: Past, folder: SessionFolder) -> Session:
+        """A session on its folder."""
+
+        def room() -> None:
+            total = self.query("SELECT sum(bytes) AS bytes FROM sessions WHERE owner = ?", (info.owner,))
+            self._check_bytes(total[0]["bytes"] or 0, session.nbytes)
+
+        session = Session(
+            self.engine, past, policy=folder.manifest.policy, name=info.name, folder=folder,
+            snapshot_seconds=self.snapshot_seconds, on_change=lambda one: self._note(info.id, one, folder),
+            before_mark=room, most_tokens=self.quota.tokens,
+        )  # fmt: skip
+        return session
 
     def _delete(self, id: str) -> None:
         path = self.folder / id
