@@ -437,3 +437,10 @@ class ModelState(State):
         if full.document is None and other.document is not None:
             full = replace(full, document=other.document.new_full((self.batch,), -1))
         return full
+
+
+def find_memory(state: State) -> MemoryState | None:
+    """The memory inside a block's state, if it has one."""
+    if isinstance(state, MemoryState):
+        return state
+    return next((value for value in vars(state).values() if isinstance(value, MemoryState)), None)

@@ -11,12 +11,18 @@ import titanmem
 
 ROOT = Path(titanmem.__file__).parent
 ORDER = [
-    "config", "state", "data", "tasks", "ops", "layers", "blocks", "models", "hf", "train", "recipes", "bench", "eval",
-    "cli",
+    "config", "state", "data", "tasks", "ops", "layers", "blocks", "models", "infer", "hf", "train", "recipes", "bench",
+    "eval", "serve", "cli",
 ]  # fmt: skip
 ALONE = {
     "matplotlib": {"train"},
     "safetensors": {"state", "data", "models", "hf", "train"},
+    "fastapi": {"serve"},
+    "starlette": {"serve"},
+    "uvicorn": {"serve"},
+    "openai": set(),
+    "sqlite3": {"infer"},
+    "jinja2": {"infer"},
     "tokenizers": {"data"},
     "datasets": {"data"},
     "pyarrow": {"data"},

@@ -31,7 +31,12 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         line("gpu", "none found")
     parts = {"safetensors": "saving states and models", "tokenizers": "BPE and other tokenizers"}
-    parts |= {"tqdm": "training", "matplotlib": "pictures", "datasets": "text from the Hugging Face hub"}
+    parts |= {
+        "tqdm": "training",
+        "matplotlib": "pictures",
+        "datasets": "text from the Hugging Face hub",
+        "fastapi": "the server",
+    }
     for name, purpose in parts.items():
         here = importlib.util.find_spec(name) is not None
         line(name, f"{'installed' if here else 'missing'} ({purpose})")

@@ -7,11 +7,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from titanmem.data.tokenizer import Tokenizer
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,18 +27,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     import torch
 
-    from titanmem.data.tokenizer import TextStream
+    from titanmem.data.tokenizer import TextStream, find_tokenizer
+    from titanmem.infer.engine import find_device
     from titanmem.models.generation import stream
     from titanmem.models.language import TitansLM
     from titanmem.state import ModelState
 
-    if (arguments.device or "cpu").startswith("cuda") and not torch.cuda.is_available():
-        raise ValueError(f"--device {arguments.device}: this torch finds no GPU; use --device cpu")
-    device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        torch.device(device)
-    except RuntimeError as error:
-        raise ValueError(f"--device {device}: torch knows no such device; use cpu or cuda") from error
+    device = find_device(arguments.device)
     model = TitansLM.load(arguments.model, device).eval()
     tokenizer = find_tokenizer(arguments.model, model.config.vocab_size)
     prompt = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
@@ -69,17 +59,3 @@ def run(arguments: argparse.Namespace) -> int:
         after.save(arguments.save_state)
         print(f"state saved to {arguments.save_state}; go on with --state {arguments.save_state}", file=sys.stderr)
     return 0
-
-
-def find_tokenizer(folder: str, vocab_size: int) -> Tokenizer:
-    """The tokenizer in a model's folder; bytes if there is none and the model's ids can be bytes."""
-    from titanmem.data.tokenizer import ByteTokenizer, load_tokenizer
-
-    if any(Path(folder).glob("tokenizer*")):
-        return load_tokenizer(folder)
-    if vocab_size != ByteTokenizer.vocab_size:
-        raise ValueError(
-            f"{folder} has a vocabulary of {vocab_size} and no tokenizer; put its tokenizer.json or .model there "
-            "(titanmem export does)"
-        )
-    return ByteTokenizer()

@@ -147,6 +147,18 @@ def load_tokenizer(spec: str | Path) -> Tokenizer:
     return _from_hub(str(spec))
 
 
+def find_tokenizer(folder: str | Path, vocab_size: int) -> Tokenizer:
+    """The tokenizer in a model's folder; bytes if there is none and the model's ids can be bytes."""
+    if any(Path(folder).glob("tokenizer*")):
+        return load_tokenizer(folder)
+    if vocab_size != ByteTokenizer.vocab_size:
+        raise ValueError(
+            f"{folder} has a vocabulary of {vocab_size} and no tokenizer; put its tokenizer.json or .model there "
+            "(titanmem export does)"
+        )
+    return ByteTokenizer()
+
+
 def _from_folder(folder: Path) -> Tokenizer:
     inner = folder / "tokenizer"
     folder = inner if inner.is_dir() else folder

@@ -15,7 +15,7 @@ from titanmem.data.tokenizer import Tokenizer
 from titanmem.layers.neural_memory import Probe
 from titanmem.models.generation import generate
 from titanmem.models.language import TitansLM
-from titanmem.state import MemoryState, ModelState, State
+from titanmem.state import ModelState, find_memory
 from titanmem.train.parallel import Spread
 
 
@@ -99,19 +99,12 @@ def memory_numbers(state: ModelState, probes: list[Probe | None]) -> dict[str, d
         if probe is None:
             continue
         means = {name: getattr(probe, name).float().mean().item() for name in vars(probe)}
-        weight = find_memory(block).weight
+        memory = find_memory(block)
+        assert memory is not None
+        weight = memory.weight
         means["weight_norm"] = sum(w.float().square().sum((-1, -2)).mean().item() for w in weight) ** 0.5
         found[f"layer_{index}"] = means
     return found
-
-
-def find_memory(state: State) -> MemoryState:
-    """The memory inside a block's state."""
-    if isinstance(state, MemoryState):
-        return state
-    inner = [value for value in vars(state).values() if isinstance(value, MemoryState)]
-    assert inner, f"{type(state).__name__} holds no memory"
-    return inner[0]
 
 
 @torch.no_grad()

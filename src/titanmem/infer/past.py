@@ -1,0 +1,117 @@
+"""All that a session carries from token to token, and how it reads on.
+
+What a session does is a generator of `Call`s: it asks for one forward at a time and is sent the result. Who answers the
+calls, alone or several sessions at once, is the engine's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple, TypeVar
+
+from torch import Tensor
+
+from titanmem.models.language import TitansLM
+from titanmem.state import ModelState, State
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Past(State):
+    """A value, like every state: of constant size, saved, compared and forked for nothing. One row."""
+
+    model: ModelState
+    logits: Tensor | None = None  # [1, V] behind the last token read; None before the first
+    unread: tuple[int, ...] = ()  # the last token of an answer: drawn, not yet read
+    tokens: int = 0  # how many there are, unread ones included
+    answered: bool = False  # the newest token was drawn, not given
+
+    @staticmethod
+    def start(model: TitansLM) -> Past:
+        """Before the first token."""
+        return Past(model.start(1))
+
+    @property
+    def read(self) -> int:
+        """How many tokens the model has read."""
+        return self.tokens - len(self.unread)
+
+
+@dataclass(frozen=True)
+class Row:
+    """The state of one row of a batch, cut out when somebody needs it alone."""
+
+    batch: ModelState
+    index: int
+
+    def alone(self) -> ModelState:
+        return self.batch.rows([self.index])
+
+
+class Call(NamedTuple):
+    """One forward for one session. `last`: the logits behind the last token are wanted."""
+
+    ids: Sequence[int]
+    state: ModelState | Row
+    learn: bool = True
+    last: bool = True
+
+
+class Result(NamedTuple):
+    """What a call gave: logits [1, V] or None, and the state after it."""
+
+    logits: Tensor | None
+    state: ModelState | Row
+
+
+Job = Generator[Call, Result, T]
+
+
+def alone(state: ModelState | Row) -> ModelState:
+    """A state by itself."""
+    return state.alone() if isinstance(state, Row) else state
+
+
+def cut(begin: int, count: int, piece: int) -> list[int]:
+    """The lengths of the pieces in which `count` tokens after the first `begin` are read: borders are multiples of
+    `piece`, so that pieces end where the memory's chunks do, however the tokens arrived."""
+    first = min(count, piece - begin % piece)
+    whole, rest = divmod(count - first, piece)
+    return [n for n in (first, *[piece] * whole, rest) if n]
+
+
+def reading(past: Past, tokens: Sequence[int], piece: int, learn: bool = True) -> Job[Past]:
+    """Read what is unread and `tokens`."""
+    if not tokens:
+        return past
+    ids = [*past.unread, *tokens]
+    state: ModelState | Row = past.model
+    logits, at = past.logits, 0
+    for size in cut(past.read, len(ids), piece):
+        part = ids[at : at + size]
+        at += size
+        logits, state = yield Call(part, state, learn, at == len(ids))
+    return Past(alone(state), logits, (), past.tokens + len(tokens))
+
+
+def repeating(past: Past, tokens: Sequence[int], learn: bool = True) -> Job[Past]:
+    """Go the way of an answer again: its tokens are given, not drawn, and the last of them stays unread."""
+    state: ModelState | Row = past.model
+    logits, unread = past.logits, past.unread
+    for token in tokens:
+        if unread:
+            logits, state = yield Call(unread, state, learn)
+        unread = (token,)
+    return replace(
+        past, model=alone(state), logits=logits, unread=unread, tokens=past.tokens + len(tokens), answered=True
+    )
+
+
+def settling(past: Past, learn: bool = True) -> Job[Past]:
+    """Read what is unread."""
+    if not past.unread:
+        return past
+    logits, state = yield Call(past.unread, past.model, learn)
+    return replace(past, model=alone(state), logits=logits, unread=())

@@ -1,0 +1,139 @@
+"""The log of a session: what was read and drawn since a snapshot, in order; reading it again gives the same state.
+
+    file      magic, then records
+    record    count, crc32 of all that follows | kind, learn, piece | tokens
+
+A record that was being written when the process died is cut off at the next opening; a damaged one with others behind
+it is an error. Appending is one write, so that a killed process loses nothing; `sync` makes it last through a power
+failure.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from titanmem.config import require
+from titanmem.infer.past import Job, Past, reading, repeating, settling
+
+MAGIC = b"titanmem log 1\n\0"
+HEAD = struct.Struct("<II")
+BODY = struct.Struct("<BBHI")
+GIVEN, DRAWN, SETTLED = 1, 2, 3
+
+
+@dataclass(frozen=True)
+class Record:
+    """`kind`: tokens GIVEN as a text and read in pieces, tokens DRAWN, or the unread one read (SETTLED)."""
+
+    kind: int
+    tokens: tuple[int, ...] = ()
+    learn: bool = True
+    piece: int = 0
+
+    def pack(self) -> bytes:
+        body = BODY.pack(self.kind, self.learn, 0, self.piece) + np.asarray(self.tokens, "<u4").tobytes()
+        return HEAD.pack(len(self.tokens), zlib.crc32(body)) + body
+
+    @staticmethod
+    def unpack(data: bytes, at: int) -> tuple[Record, int] | None:
+        """The record at a place and the place behind it; None if there is no whole one."""
+        if at + HEAD.size + BODY.size > len(data):
+            return None
+        count, crc = HEAD.unpack_from(data, at)
+        begin, end = at + HEAD.size, at + HEAD.size + BODY.size + 4 * count
+        if end > len(data) or zlib.crc32(memoryview(data)[begin:end]) != crc:
+            return None
+        kind, learn, _, piece = BODY.unpack_from(data, begin)
+        tokens = np.frombuffer(data, "<u4", count, begin + BODY.size)
+        return Record(kind, tuple(tokens.tolist()), bool(learn), piece), end
+
+
+class TokenLog:
+    """One file, open for appending. Whoever has it holds the session's lock."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        data = path.read_bytes() if path.exists() else b""
+        if len(data) < len(MAGIC):
+            path.write_bytes(MAGIC)
+            data = MAGIC
+        records, end = scan(data, path)
+        self.records = records
+        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+        if end < len(data):
+            os.ftruncate(self._file, end)
+        self.length = end
+
+    def append(self, record: Record) -> None:
+        """Write a record; if that fails, the file is what it was."""
+        data = record.pack()
+        try:
+            written = os.write(self._file, data)
+            require(written == len(data), f"cannot write {self.path}: the disk is full")
+        except (OSError, ValueError) as error:
+            os.ftruncate(self._file, self.length)
+            raise ValueError(f"cannot write {self.path}: {error}; nothing of this was kept") from error
+        self.length += len(data)
+
+    def cut(self, length: int) -> None:
+        """Take back all records behind a length."""
+        if length < self.length:
+            os.ftruncate(self._file, length)
+            self.length = length
+
+    def sync(self) -> None:
+        """Wait until all is on the disk."""
+        os.fsync(self._file)
+
+    def close(self) -> None:
+        os.close(self._file)
+
+
+def scan(data: bytes, path: Path) -> tuple[list[Record], int]:
+    """All records and where the last whole one ends."""
+    require(data.startswith(MAGIC), f"{path} is no session log of a format that this titanmem reads")
+    records, at = [], len(MAGIC)
+    while (found := Record.unpack(data, at)) is not None:
+        record, at = found
+        records.append(record)
+    if at + HEAD.size <= len(data):
+        count, _ = HEAD.unpack_from(data, at)
+        behind = at + HEAD.size + BODY.size + 4 * count
+        require(
+            Record.unpack(data, behind) is None,
+            f"{path} is damaged at byte {at}, with {count_tokens(records)} tokens before it; restore it from a copy",
+        )
+    return records, at
+
+
+def count_tokens(records: Iterable[Record]) -> int:
+    return sum(len(record.tokens) for record in records)
+
+
+def until(records: Iterable[Record], tokens: int) -> Iterator[Record]:
+    """The first `tokens` tokens of records."""
+    for record in records:
+        if tokens <= 0:
+            return
+        yield record if len(record.tokens) <= tokens else replace(record, tokens=record.tokens[:tokens])
+        tokens -= len(record.tokens)
+
+
+def replaying(past: Past, records: Sequence[Record]) -> Job[Past]:
+    """Do again what the records say, by the same calls of the model."""
+    for record in records:
+        if record.kind == GIVEN:
+            past = yield from reading(past, record.tokens, record.piece, record.learn)
+        elif record.kind == DRAWN:
+            past = yield from repeating(past, record.tokens, record.learn)
+        else:
+            require(record.kind == SETTLED, f"a session log has a record of kind {record.kind}; upgrade titanmem")
+            past = yield from settling(past, record.learn)
+    return past

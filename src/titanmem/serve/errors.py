@@ -1,0 +1,83 @@
+"""Errors as OpenAI's clients expect them: {"error": {"message", "type", "param", "code"}} and the status that fits."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from titanmem.infer import Conflict, QuotaExceeded, SessionBusy
+from titanmem.infer.store import NameTaken, UnknownSession
+
+
+class Refusal(Exception):
+    """A request that is answered with an error."""
+
+    def __init__(
+        self, status: int, message: str, code: str | None = None, param: str | None = None, retry: int | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.code, self.param, self.retry = status, message, code, param, retry
+
+
+STATUS: list[tuple[type[Exception], int, str]] = [
+    (UnknownSession, 404, "session_not_found"),
+    (SessionBusy, 409, "session_busy"),
+    (NameTaken, 409, "session_exists"),
+    (Conflict, 409, "session_moved_on"),
+    (QuotaExceeded, 429, "insufficient_quota"),
+    (ValueError, 400, "invalid_value"),
+]
+
+
+def refusal_of(error: Exception) -> Refusal:
+    """What an error means to a client; of those that are ours it learns nothing."""
+    if isinstance(error, Refusal):
+        return error
+    for kind, status, code in STATUS:
+        if isinstance(error, kind):
+            return Refusal(status, str(error), code)
+    traceback.print_exception(error, file=sys.stderr)
+    return Refusal(500, "the server failed; its log says why", "internal_error")
+
+
+def body(refusal: Refusal) -> dict[str, Any]:
+    kinds = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+    kind = "server_error" if refusal.status >= 500 else kinds.get(refusal.status, "invalid_request_error")
+    return {"error": {"message": refusal.message, "type": kind, "param": refusal.param, "code": refusal.code}}
+
+
+def response(refusal: Refusal) -> JSONResponse:
+    headers = {} if refusal.retry is None else {"Retry-After": str(refusal.retry)}
+    if refusal.status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    return JSONResponse(body(refusal), refusal.status, headers)
+
+
+def install(app: FastAPI) -> None:
+    """Answer every error in this form."""
+
+    async def ours(request: Request, error: Exception) -> JSONResponse:
+        return response(refusal_of(error))
+
+    async def invalid(request: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, RequestValidationError)
+        first = error.errors()[0]
+        place = ".".join(str(part) for part in first["loc"] if part != "body")
+        code = "unknown_field" if first["type"] == "extra_forbidden" else "invalid_type"
+        return response(Refusal(422, f"{place or 'the body'}: {first['msg']}", code, place or None))
+
+    async def plain(request: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, HTTPException)
+        code = {404: "unknown_path", 405: "method_not_allowed"}.get(error.status_code)
+        return response(Refusal(error.status_code, f"{request.method} {request.url.path}: {error.detail}", code))
+
+    for kind in (Refusal, ValueError, Exception):
+        app.add_exception_handler(kind, ours)
+    app.add_exception_handler(RequestValidationError, invalid)
+    app.add_exception_handler(HTTPException, plain)

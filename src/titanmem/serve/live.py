@@ -1,0 +1,110 @@
+"""The sessions that are open now: opened when they are asked for, closed when others need the room."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from threading import Lock
+
+from titanmem.infer import Session, SessionBusy, Store
+
+Place = tuple[str, str]  # owner, name
+
+
+class _Entry:
+    def __init__(self) -> None:
+        self.users = 0
+        self.used = time.monotonic()
+        self.lock = Lock()  # of opening and closing
+        self.session: Session | None = None
+
+
+class Live:
+    """At most `most` idle sessions stay open; those in use do not count."""
+
+    def __init__(self, store: Store, most: int = 32) -> None:
+        self.store, self.most = store, most
+        self._lock = Lock()
+        self._entries: OrderedDict[Place, _Entry] = OrderedDict()
+
+    @property
+    def count(self) -> int:
+        return len(self._entries)
+
+    @property
+    def nbytes(self) -> int:
+        """Of the states in memory."""
+        with self._lock:
+            return sum(entry.session.nbytes for entry in self._entries.values() if entry.session is not None)
+
+    @contextmanager
+    def use(self, name: str, owner: str, create: bool = False) -> Iterator[Session]:
+        """A session for a while; several may use it, one operation at a time."""
+        with self._hold(name, owner) as entry:
+            with entry.lock:
+                if entry.session is None:
+                    entry.session = self.store.open(name, owner, create)
+            yield entry.session
+
+    def adopt(self, session: Session, owner: str) -> None:
+        """Keep a session that was opened elsewhere."""
+        with self._hold(session.name, owner) as entry, entry.lock:
+            entry.session = session
+
+    def delete(self, name: str, owner: str) -> None:
+        """Close a session that nobody uses, and delete it."""
+        self.store.info(name, owner)
+        with self._hold(name, owner) as entry, entry.lock:
+            if entry.users > 1:
+                raise SessionBusy("the session is answering another request; try again when that is done")
+            if entry.session is not None:
+                entry.session.close(save=False)
+                entry.session = None
+            self.store.delete(name, owner)
+
+    def close(self) -> None:
+        """Save and close all."""
+        with self._lock:
+            entries = list(self._entries.values())
+        for entry in entries:
+            with entry.lock:
+                if entry.session is not None:
+                    entry.session.close()
+                    entry.session = None
+
+    @contextmanager
+    def _hold(self, name: str, owner: str) -> Iterator[_Entry]:
+        place = (owner, name)
+        with self._lock:
+            entry = self._entries.setdefault(place, _Entry())
+            entry.users += 1
+            self._entries.move_to_end(place)
+        try:
+            yield entry
+        finally:
+            with self._lock:
+                entry.users -= 1
+                entry.used = time.monotonic()
+                if entry.session is None and entry.users == 0:
+                    self._entries.pop(place, None)
+            self.close_idle(self.most)
+
+    def close_idle(self, most: int, seconds: float = 0.0) -> None:
+        """Close the idle sessions, the longest unused first, down to `most`, but none used within `seconds`."""
+        while True:
+            with self._lock:
+                idle = [(place, entry) for place, entry in self._entries.items() if entry.users == 0]
+                if len(idle) <= most or time.monotonic() - idle[0][1].used < seconds:
+                    return
+                place, entry = idle[0]
+                entry.users += 1  # nobody else closes it
+            with entry.lock:
+                if entry.users == 1 and entry.session is not None:
+                    entry.session.close()
+                    entry.session = None
+            with self._lock:
+                entry.users -= 1
+                if entry.session is None and entry.users == 0:
+                    self._entries.pop(place, None)

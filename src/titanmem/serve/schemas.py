@@ -1,0 +1,141 @@
+"""What requests look like. Fields that would change the answer and are not here are refused, not ignored."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Policy = Literal["learning", "frozen", "fork"]
+Count = Annotated[int, Field(ge=0)]
+
+
+class Request(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class SessionChoice(Request):
+    """`fork`: answer from a copy; the session stays as it is. `expect`: refuse unless it has so many tokens."""
+
+    name: str
+    policy: Policy | None = None
+    create: bool = True
+    expect: Count | None = None
+
+
+class StreamOptions(BaseModel):
+    include_usage: bool = False
+
+
+class Generation(Request):
+    """What completions and chat share."""
+
+    model: str
+    max_tokens: Count | None = None
+    temperature: Annotated[float, Field(ge=0, le=10)] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    n: Annotated[int, Field(ge=1)] = 1
+    stop: str | list[str] | None = None
+    seed: int | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    top_k: Annotated[int, Field(ge=1)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] = 1.0
+    session: str | SessionChoice | None = Field(None, description="whose memory to use; created if there is none")
+
+    # of OpenAI's interface: taken if they ask for nothing
+    frequency_penalty: Literal[0] | None = None
+    presence_penalty: Literal[0] | None = None
+    logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
+    # and these never change an answer
+    user: Any = None
+    metadata: Any = None
+    store: Any = None
+    service_tier: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
+
+
+class Completion(Generation):
+    prompt: str | list[str] | list[int] | list[list[int]]
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    echo: Literal[False] | None = None
+    best_of: Literal[1] | None = None
+    suffix: None = None
+
+
+class TextPart(BaseModel):
+    type: Literal["text"]
+    text: str
+
+
+class ChatMessage(Request):
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[TextPart]
+    name: Any = None
+    refusal: None = None
+
+    def plain(self) -> dict[str, str]:
+        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        return {"role": "system" if self.role == "developer" else self.role, "content": text}
+
+
+class TextFormat(BaseModel):
+    type: Literal["text"]
+
+
+class ChatCompletion(Generation):
+    """With a session, `messages` are what is new: the memory has the rest."""
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    response_format: TextFormat | None = None
+    tools: Annotated[list[Any], Field(max_length=0)] | None = None
+    tool_choice: Literal["none", "auto"] | None = None
+    parallel_tool_calls: Any = None
+
+
+class NewSession(Request):
+    name: str = ""
+    policy: Literal["learning", "frozen"] = "learning"
+    text: str | None = None
+
+
+class Append(Request):
+    text: str | None = None
+    ids: list[Count] | None = None
+    policy: Literal["learning", "frozen"] | None = None
+    expect: Count | None = None
+    surprise: bool = False
+
+
+class Fork(Request):
+    name: str = ""
+
+
+class Change(Request):
+    policy: Literal["learning", "frozen"]
+
+
+class Mark(Request):
+    name: Annotated[str, Field(max_length=100)] = ""
+
+
+class Forget(Request):
+    """A mark's name, or a number of tokens."""
+
+    since: str | Count
+
+
+class Inspect(Request):
+    text: str | None = None
+    ids: list[Count] | None = None
+    learn: bool = True
+
+
+class Compare(Request):
+    text: str | None = None
+    ids: list[Count] | None = None
+    top: Annotated[int, Field(ge=1, le=100)] = 10
