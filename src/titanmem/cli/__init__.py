@@ -15,6 +15,7 @@ VERBS = {
     "generate": "continue a prompt with a saved model",
     "eval": "measure a model: perplexity, needle, BABILong, recall, what its memory does",
     "report": "join evaluations into one page, beside the published numbers",
+    "dna": "learn from FASTA and labelled DNA sequences, and classify them",
     "harness": "write tasks on local files for lm-evaluation-harness",
     "bench": "how fast it is, beside its peers",
     "doctor": "what this machine can run, and which form of each operation it picks",

@@ -1,4 +1,5 @@
-"""Reading files: plain text, JSON lines, Parquet and FASTA, compressed or not. A fault names the file and the place in it."""
+"""Reading files: plain text, JSON lines, Parquet and FASTA, compressed or not. A fault names the file and the
+place in it."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ import io
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
@@ -31,8 +31,8 @@ TABLES = (".csv", ".tsv")
 CACHE = ".genomic_benchmarks"  # in the home folder: where the package keeps its data
 FIELD = 2**28  # bytes of the longest sequence of a table
 KNOWN = (
-    "a .csv or .tsv with the columns sequence and label, a folder with train.csv (and dev.csv, test.csv), a folder with "
-    "train/CLASS/*.txt, or genomic:NAME"
+    "a .csv or .tsv with the columns sequence and label, a folder with train.csv (and dev.csv, test.csv), a folder "
+    "with train/CLASS/*.txt, or genomic:NAME"
 )
 
 
@@ -145,47 +145,51 @@ def is_table(path: Path) -> bool:
 
 
 def read_table(path: Path, columns: tuple[str, str], labels: bool = True) -> Iterator[Row]:
-    """The rows of a .csv or .tsv, plain or gzip; a column called name or id gives their names."""
-    sequence, label = columns
-    mark = "\t" if path.name.lower().removesuffix(".gz").endswith(".tsv") else ","
+    """The rows of a .csv or .tsv, plain or gzip."""
     with open_sequences(path) as (file, _):
-        text = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
-        csv.field_size_limit(FIELD)
-        table = csv.reader(text, delimiter=mark)
-        number = 1
-        try:
-            head = [name.strip().lower() for name in next(table, [])]
-            wanted = [sequence, *([label] if labels else [])]
-            missing = [name for name in wanted if name.lower() not in head]
-            require(
-                not missing,
-                f"{path}, line 1: no column {' and no column '.join(missing)} in {', '.join(head)[:200] or 'nothing'}; "
-                "the first line names the columns (others than sequence and label: data.columns)",
-            )
-            at = head.index(sequence.lower())
-            side = head.index(label.lower()) if label.lower() in head else None
-            named = next((head.index(name) for name in ("name", "id") if name in head), None)
-            number = table.line_num + 1
-            for count, fields in enumerate(table, 1):
-                if fields:
-                    yield _row(fields, f"{path}, line {number}", str(count), at, side, named, len(head))
-                number = table.line_num + 1
-        except (csv.Error, UnicodeDecodeError) as error:
-            raise ValueError(f"{path}, line {number}: this is no table in UTF-8 ({error})") from error
+        yield from parse_table(file, path, columns, labels)
 
 
-def _row(
-    fields: list[str], where: str, number: str, at: int, side: int | None, named: int | None, width: int
-) -> Row:
-    require(len(fields) == width, f"{where}: expected {width} columns as in line 1, got {len(fields)}")
+def parse_table(file: BinaryIO, path: Path, columns: tuple[str, str], labels: bool = True) -> Iterator[Row]:
+    """The same for a file that is open. `labels`: it must have them. A column called name or id gives the names."""
+    text = io.TextIOWrapper(file, encoding="utf-8-sig", errors="surrogateescape", newline="")
+    csv.field_size_limit(FIELD)
+    table = csv.reader(text, delimiter="\t" if path.name.lower().removesuffix(".gz").endswith(".tsv") else ",")
+    number = 1
     try:
-        ids = encode_bases(fields[at].encode())
+        head = [name.strip().lower() for name in next(table, [])]
+        wanted = [name.lower() for name in (columns if labels else columns[:1])]
+        missing = [name for name in wanted if name not in head]
+        require(
+            not missing,
+            f"{path}, line 1: no column {' and no column '.join(missing)} in {', '.join(head)[:200] or 'it'}; the "
+            "first line names the columns (docs/dna.md says how to choose others)",
+        )
+        places = [head.index(name) if name in head else None for name in (columns[0].lower(), columns[1].lower())]
+        named = next((head.index(name) for name in ("name", "id") if name in head), None)
+        number = table.line_num + 1
+        for count, fields in enumerate(table, 1):
+            where = f"{path}, line {number}"
+            if fields:
+                require(len(fields) == len(head), f"{where}: expected {len(head)} columns, got {len(fields)}")
+                sequence, label, name = (None if place is None else fields[place] for place in (*places, named))
+                yield _row(name or str(count), sequence or "", label, where)
+            number = table.line_num + 1
+    except csv.Error as error:
+        raise ValueError(f"{path}, line {number}: this is no table ({error})") from error
+    finally:
+        text.detach()  # who opened the file closes it
+
+
+def _row(name: str, sequence: str, label: str | None, where: str) -> Row:
+    try:
+        ids = encode_bases(sequence.encode(errors="surrogateescape"))
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
     require(len(ids) > 0, f"{where}: the sequence is empty")
-    label = None if side is None else fields[side].strip()
-    require(label != "", f"{where}: the label is empty")
-    return Row(number if named is None else fields[named], ids, label, where)
+    require(label is None or label.strip() != "", f"{where}: the label is empty")
+    require(label is None or label.isprintable(), f"{where}: the label {label!r} is no text in UTF-8")
+    return Row(name, ids, None if label is None else label.strip(), where)
 
 
 def _read_folder(folder: Path) -> Iterator[Row]:

@@ -9,6 +9,7 @@ Legend: B rows, T positions, C classes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -77,8 +78,8 @@ class Cnn(Model):
 
 @dataclass(frozen=True)
 class SequenceConfig(ModelConfig):
-    """A classifier of DNA. `length`: it reads at most so many bases of a sequence. `both_strands`: its probabilities are
-    the mean of those of the sequence and of its reverse complement."""
+    """A classifier of DNA. `length`: it reads at most so many bases of a sequence. `both_strands`: its probabilities
+    are the mean of those of the sequence and of its reverse complement."""
 
     trunk: ModelConfig
     classes: Sequence[str] = ("0", "1")
@@ -133,23 +134,24 @@ class SequenceClassifier(Model):
         are given: one strand)."""
         ids = ids.long()
         if labels is not None:
-            return cross_entropy(self.logits(ids, lengths).float(), labels, reduction="sum"), None
+            return cross_entropy(self.logits(ids, lengths), labels, reduction="sum"), None
         if not self.config.both_strands:
-            return log_softmax(self.logits(ids, lengths).float(), -1), None
+            return log_softmax(self.logits(ids, lengths), -1), None
         both = torch.cat([ids, reverse_complement(ids, lengths)])
-        found = log_softmax(self.logits(both, None if lengths is None else lengths.repeat(2)).float(), -1)
+        found = log_softmax(self.logits(both, None if lengths is None else lengths.repeat(2)), -1)
         one, other = found.chunk(2)
-        return torch.logaddexp(one, other) - torch.log(torch.tensor(2.0, device=ids.device)), None
+        return torch.logaddexp(one, other) - math.log(2), None
 
     def logits(self, ids: Tensor, lengths: Tensor | None) -> Tensor:
-        """Of one strand, [B, C]."""
+        """Of one strand, [B, C], in at least float32."""
         x = self.features(ids, lengths)
         if lengths is None:
             mean = x[:, : ids.shape[1]].mean(1)
         else:
             real = (torch.arange(x.shape[1], device=x.device) < lengths.unsqueeze(1)).unsqueeze(-1)
             mean = torch.where(real, x, 0).sum(1) / lengths.unsqueeze(1)
-        return self.head(self.dropout(mean))
+        found = self.head(self.dropout(mean))
+        return found if found.dtype == torch.float64 else found.float()
 
     def features(self, ids: Tensor, lengths: Tensor | None) -> Tensor:
         """The trunk's output [B, T or more, dim]."""

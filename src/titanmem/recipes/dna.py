@@ -1,9 +1,9 @@
 """Recipes for DNA, all of one size: two layers of width 128, about 0.4 million parameters.
 
-    lmm mac mag mal                        Titans
-    linear gated_delta delta ttt ttt_mlp   its relatives: settings of the LMM's layer
-    attention window                       a transformer with full attention, and with a window of 64 bases
-    cnn                                    a convolutional network, for classification alone
+lmm mac mag mal                        Titans
+linear gated_delta delta ttt ttt_mlp   its relatives: settings of the LMM's layer
+attention window                       a transformer with full attention, and with a window of 64 bases
+cnn                                    a convolutional network, for classification alone
 """
 
 from __future__ import annotations

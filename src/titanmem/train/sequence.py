@@ -21,7 +21,6 @@ from titanmem.config import Config, check_counts, check_types, require
 from titanmem.data.dna import reverse_complement
 from titanmem.data.labelled import Labelled, Split, read_labelled
 from titanmem.models.base import read_config
-from titanmem.models.language import TitansConfig
 from titanmem.models.sequence import SequenceConfig
 from titanmem.tasks.base import generator_of
 from titanmem.train.config import RunConfig
@@ -49,7 +48,7 @@ class SequenceData(Config):
         require(two, f'data.columns are two names, for instance ["sequence","label"], got {self.columns!r}')
         require(0 < self.dev < 1, f"data.dev is a share of the training rows in (0, 1), got {self.dev}")
 
-    def read(self, classes: Sequence[str] | None = None) -> Labelled:
+    def open(self, classes: Sequence[str] | None = None) -> Labelled:
         """The sequences; `classes` are those of a model."""
         names = None if classes is None else tuple(classes)
         return read_labelled(self.path, dev=self.dev, columns=(self.columns[0], self.columns[1]), classes=names)
@@ -57,8 +56,8 @@ class SequenceData(Config):
 
 @dataclass(frozen=True)
 class SequenceRun(RunConfig):
-    """A classifier of sequences. `epochs` decide `steps`, `eval_every` (once an epoch) and the warm-up, unless those are
-    given."""
+    """A classifier of sequences. `epochs` decide `steps`, `eval_every` (once an epoch) and the warm-up, unless those
+    are given."""
 
     unit: ClassVar[str] = "sequences"
     loss: ClassVar[str] = "cross-entropy, and 1 − score held out"
@@ -86,7 +85,7 @@ class SequenceRun(RunConfig):
 
     def fit(self, given: Collection[str]) -> SequenceRun:
         """Classes and steps from the data; the trunk from the model that the run starts from."""
-        found = self.data.read()
+        found = self.data.open()
         model = self.model if "model.classes" in given else replace(self.model, classes=found.classes)
         if self.init is not None and not any(name.startswith("model.trunk") for name in given):
             start = read_config(self.init)
@@ -94,19 +93,19 @@ class SequenceRun(RunConfig):
         epoch = len(found.splits["train"]) / self.data.batch
         steps = self.steps if "steps" in given else math.ceil(epoch * self.epochs)
         optim = self.optim if "optim.warmup" in given else replace(self.optim, warmup=steps // 20)
-        often = {"eval_every": max(1, round(epoch)), "save_every": max(1, round(10 * epoch))}
+        often: dict[str, Any] = {"eval_every": max(1, round(epoch)), "save_every": max(1, round(10 * epoch))}
         often = {name: value for name, value in often.items() if name not in given}
         return replace(self, model=model, optim=optim, steps=steps, **often)
 
     def prepare(self) -> None:
-        self.data.read(self.model.classes)
+        self.data.open(self.model.classes)
 
     def write_beside(self, folder: Path) -> None:
         about = {"path": self.data.path, "columns": list(self.data.columns), "metric": self.metric}
         (folder / "data.json").write_text(json.dumps(about, indent=1) + "\n")
 
     def costs(self, ranks: int) -> list[tuple[str, str]]:
-        splits = self.data.read(self.model.classes).splits
+        splits = self.data.open(self.model.classes).splits
         sizes = ", ".join(f"{len(split):,} {name}" for name, split in splits.items())
         return [*super().costs(ranks), ("sequences", sizes), ("classes", ", ".join(self.model.classes))]
 
@@ -143,7 +142,7 @@ class SequenceSource(Source):
 
     def __init__(self, config: SequenceRun) -> None:
         self.config = config
-        self.found = config.data.read(config.model.classes)
+        self.found = config.data.open(config.model.classes)
         most = max(int(split.lengths.max()) for split in self.found.splits.values())
         if config.model.length is not None and most > config.model.length:
             over = sum(int((split.lengths > config.model.length).sum()) for split in self.found.splits.values())
@@ -206,9 +205,3 @@ def score_rows(forward: Any, rows: Rows, classes: int) -> dict[str, Any]:
         chosen.append(found.argmax(-1))
     matrix = confusion(rows.labels.cpu().numpy(), torch.cat(chosen).cpu().numpy(), classes)
     return {**scores(matrix), "loss": loss / len(rows), "rows": len(rows), "confusion": matrix.tolist()}
-
-
-def trunk_of(config: SequenceConfig) -> str:
-    """A short name of a classifier's trunk."""
-    trunk = config.trunk
-    return "+".join(dict.fromkeys(trunk.blocks)) if isinstance(trunk, TitansConfig) else trunk.kind  # type: ignore[attr-defined]
