@@ -58,7 +58,7 @@ def test_padding_and_other_rows_change_no_prediction(trunk, both):
 def test_with_both_strands_a_sequence_and_its_reverse_complement_are_one(trunk):
     ids = random_rows()
     other = reverse_complement(ids, LENGTHS)
-    both, one = classifier(trunk), classifier(trunk, both_strands=False)
+    both, one = classifier(trunk, both_strands=True), classifier(trunk)
     assert_close([both(other, LENGTHS)[0]], [both(ids, LENGTHS)[0]])
     mean = (one(ids, LENGTHS)[0].exp() + one(other, LENGTHS)[0].exp()) / 2
     assert_close([both(ids, LENGTHS)[0].exp()], [mean])
@@ -67,7 +67,7 @@ def test_with_both_strands_a_sequence_and_its_reverse_complement_are_one(trunk):
 
 @pytest.mark.parametrize("trunk", TRUNKS)
 def test_every_parameter_learns_and_the_loss_is_that_of_the_labels(trunk):
-    model = classifier(trunk, both_strands=False)
+    model = classifier(trunk)
     labels = torch.tensor([0, 2, 1, 1, 0])
     loss, state = model(random_rows(), LENGTHS, labels)
     loss.backward()

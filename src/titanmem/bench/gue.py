@@ -30,6 +30,7 @@ TASKS = {
 MODELS = ("lmm", "mac", "mag", "mal", "attention", "cnn")
 RATES = (5e-4, 1.5e-3, 4e-3)
 SEEDS = (0, 1, 2)
+TITLES = {"mcc": "MCC", "accuracy": "accuracy", "f1": "F1"}
 Record = dict[str, Any]
 
 
@@ -84,9 +85,9 @@ def run_job(job: Job) -> Record:
     import torch
 
     import titanmem
-    from titanmem.eval.dna import score_split
     from titanmem.train.export import load_run
     from titanmem.train.loop import train
+    from titanmem.train.sequence import score_split
 
     config, place = run_config(job), Path(job.work) / job.file.relative_to(job.results).with_suffix("")
     begin, first = time.perf_counter(), [0.0, 0]  # the clock runs from the end of the first step
@@ -243,7 +244,7 @@ def table(records: Sequence[Record], metric: str = "mcc") -> str:
     tasks = list(dict.fromkeys(task for _, task in cells))
 
     def lines() -> Iterator[list[str]]:
-        yield [f"test {metric.upper()}, %", *models]
+        yield [f"test {TITLES[metric]}, %", *models]
         for task in tasks:
             yield [task, *(_shown(cells.get((model, task), [])) for model in models)]
         means = [[mean(cells[model, task]) for task in tasks if (model, task) in cells] for model in models]
@@ -276,7 +277,7 @@ def draw(records: Sequence[Record], file: Path, metric: str = "mcc") -> None:
         dots = [(place, score) for place, scores in zip(places, values, strict=True) for score in scores]
         axis.plot(*zip(*dots, strict=True), ".", color="black", markersize=3)
     axis.set_xticks(range(len(tasks)), tasks)
-    axis.set(ylabel=f"test {metric.upper()}, %", title="GUE: models of equal size, trained from scratch")
+    axis.set(ylabel=f"test {TITLES[metric]}, %", title="GUE: models of equal size, trained from scratch")
     axis.legend(frameon=False, fontsize=8, ncols=len(models), loc="upper center", bbox_to_anchor=(0.5, -0.1))
     file.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(file)

@@ -82,9 +82,10 @@ def run_train(arguments: argparse.Namespace) -> int:
 
 def finish(config: Any, out: Path) -> None:
     """Export the best checkpoint of a run, score it on the test split (dev without one), and draw how it learnt."""
-    from titanmem.eval.dna import open_classifier, score_split
+    from titanmem.eval.dna import open_classifier
     from titanmem.train.export import export
     from titanmem.train.metrics import FILE, read_metrics
+    from titanmem.train.sequence import score_split
 
     step = export(out, out / "model", best=True)
     splits = config.data.open(config.model.classes).splits

@@ -7,13 +7,12 @@ import hashlib
 import io
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from titanmem.config import require
 from titanmem.data.fasta import open_sequences, parse_fasta
@@ -23,7 +22,7 @@ from titanmem.data.packages import load_package
 from titanmem.models.base import load
 from titanmem.models.sequence import SequenceClassifier
 from titanmem.train.export import load_run
-from titanmem.train.sequence import Rows, score_rows
+from titanmem.train.sequence import Rows, caller, score_split
 
 Sequences = Iterator[tuple[str, bytes, str]]  # name, ids, and what an error calls it
 ROWS, BASES = 512, 2**18  # of one forward pass, padding included
@@ -42,29 +41,11 @@ def open_classifier(folder: str | Path, device: str | torch.device) -> SequenceC
     return found
 
 
-def caller(model: SequenceClassifier) -> Callable[..., Any]:
-    """The model's call in the precision it is trained in: bf16 products on a GPU."""
-    device = model.head.weight.device
-
-    @torch.no_grad()
-    def call(**inputs: Tensor) -> Any:
-        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-            return model(**inputs)
-
-    return call
-
-
 def evaluate(model: SequenceClassifier, spec: str, split: str, columns: tuple[str, str]) -> dict[str, Any]:
     """Scores on one split of labelled sequences; the only split of a single table is called train."""
     found = read_labelled(spec, dev=0.0, columns=columns, classes=tuple(model.config.classes)).splits
     require(split in found, f"{spec} has no {split} split, only {', '.join(found)}; choose one with --split")
     return score_split(model, found[split])
-
-
-def score_split(model: SequenceClassifier, split: Split) -> dict[str, Any]:
-    """Scores on the rows of a split."""
-    rows = Rows(split, model.head.weight.device, model.config.length)
-    return score_rows(caller(model), rows, len(model.config.classes))
 
 
 def predict_file(

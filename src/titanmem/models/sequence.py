@@ -84,7 +84,7 @@ class SequenceConfig(ModelConfig):
     trunk: ModelConfig
     classes: Sequence[str] = ("0", "1")
     length: int | None = None
-    both_strands: bool = True
+    both_strands: bool = False
     dropout: float = 0.1
     kind: str = "sequence"
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -21,7 +21,7 @@ from titanmem.config import Config, check_counts, check_types, require
 from titanmem.data.dna import reverse_complement
 from titanmem.data.labelled import Labelled, Split, read_labelled
 from titanmem.models.base import read_config
-from titanmem.models.sequence import SequenceConfig
+from titanmem.models.sequence import SequenceClassifier, SequenceConfig
 from titanmem.tasks.base import generator_of
 from titanmem.train.config import RunConfig
 from titanmem.train.parallel import Ranks, Spread
@@ -39,7 +39,7 @@ class SequenceData(Config):
     columns: Sequence[str] = ("sequence", "label")  # of a table
     dev: float = 0.1  # share of the training rows that choose the best checkpoint, where there is no dev split
     batch: int = 128
-    flip: bool = True  # every row is its reverse complement in half of the epochs
+    flip: bool = False  # a row is its reverse complement in half of the epochs, by chance
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -157,27 +157,25 @@ class SequenceSource(Source):
 
     def batches(self, step: int, ranks: Ranks) -> Iterator[Batch]:
         rows, size = self.rows("train", ranks.device), self.config.data.batch
-        orders: dict[int, tuple[Tensor, Tensor]] = {}
+        count = len(rows)
+        orders: dict[int, Tensor] = {}
         for number in range(step, self.config.steps):
-            places = range(number * size + ranks.rank, (number + 1) * size, ranks.world)
-            epochs = range(places[0] // len(rows), places[-1] // len(rows) + 1)
-            orders = {epoch: orders.get(epoch) or self.order(epoch, len(rows)) for epoch in epochs}
-            parts = []
-            for epoch, (order, flips) in orders.items():
-                mine = [place - epoch * len(rows) for place in places if place // len(rows) == epoch]
-                parts.append((order[mine], flips[mine]))
-            index, flip = (torch.cat(part) for part in zip(*parts, strict=True))
+            places = torch.arange(number * size + ranks.rank, (number + 1) * size, ranks.world)
+            epochs = range(int(places[0]) // count, int(places[-1]) // count + 1)
+            orders = {epoch: orders[epoch] if epoch in orders else self.order(epoch, count) for epoch in epochs}
+            order = orders[epochs[0]] if len(epochs) == 1 else torch.cat(list(orders.values()), 1)
+            index, flip = order[:, places - epochs[0] * count]
             batch = rows.take(index)
             if self.config.data.flip:
                 other = reverse_complement(batch["ids"], batch.get("lengths"))
-                batch["ids"] = torch.where(flip.to(other.device).unsqueeze(1), other, batch["ids"])
+                batch["ids"] = torch.where(flip.bool().to(other.device).unsqueeze(1), other, batch["ids"])
             yield batch
 
-    def order(self, epoch: int, count: int) -> tuple[Tensor, Tensor]:
-        """The rows of an epoch in order, and which of them are flipped."""
+    def order(self, epoch: int, count: int) -> Tensor:
+        """The rows of an epoch in order, and whether they are flipped: [2, count]."""
         generator = generator_of(self.config.seed, epoch)
         order = torch.randperm(count, generator=generator)
-        return order, torch.rand(count, generator=generator) < 0.5
+        return torch.stack([order, torch.randint(0, 2, (count,), generator=generator)])
 
     def count(self, batch: Batch) -> int:
         return len(batch["labels"])
@@ -205,3 +203,21 @@ def score_rows(forward: Any, rows: Rows, classes: int) -> dict[str, Any]:
         chosen.append(found.argmax(-1))
     matrix = confusion(rows.labels.cpu().numpy(), torch.cat(chosen).cpu().numpy(), classes)
     return {**scores(matrix), "loss": loss / len(rows), "rows": len(rows), "confusion": matrix.tolist()}
+
+
+def caller(model: SequenceClassifier) -> Callable[..., Any]:
+    """The model's call in the precision it is trained in: bf16 products on a GPU."""
+    device = model.head.weight.device
+
+    @torch.no_grad()
+    def call(**inputs: Tensor) -> Any:
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+            return model(**inputs)
+
+    return call
+
+
+def score_split(model: SequenceClassifier, split: Split) -> dict[str, Any]:
+    """Scores of a trained model on the rows of a split."""
+    rows = Rows(split, model.head.weight.device, model.config.length)
+    return score_rows(caller(model), rows, len(model.config.classes))

@@ -74,7 +74,7 @@ def test_epochs_become_steps_and_classes_come_from_the_data(folder):
 
 
 def test_every_row_is_seen_once_an_epoch_and_ranks_share_a_step(folder):
-    config = small_run(folder, **{"data.flip": False, "data.batch": 20})
+    config = small_run(folder, **{"data.batch": 20})
     source = config.open_source()
 
     def texts(batch) -> list[tuple[int, ...]]:
@@ -91,8 +91,8 @@ def test_every_row_is_seen_once_an_epoch_and_ranks_share_a_step(folder):
 
 
 def test_half_of_the_rows_are_flipped_and_no_label_with_them(folder):
-    plain = small_run(folder, **{"data.flip": False}).open_source().batches(0, rank(0, 1))
-    flipped = small_run(folder).open_source().batches(0, rank(0, 1))
+    plain = small_run(folder).open_source().batches(0, rank(0, 1))
+    flipped = small_run(folder, **{"data.flip": True}).open_source().batches(0, rank(0, 1))
     turned = total = 0
     for one, other in zip(plain, flipped, strict=True):
         assert torch.equal(one["labels"], other["labels"])
@@ -105,7 +105,7 @@ def test_half_of_the_rows_are_flipped_and_no_label_with_them(folder):
 
 @pytest.mark.parametrize("trunk", [LMM, CnnConfig(VOCABULARY, dim=12, num_layers=2, width=7)], ids=["lmm", "cnn"])
 def test_a_resumed_run_is_bitwise_the_run_that_never_stopped(tmp_path, folder, trunk):
-    config = small_run(folder, trunk, save_every=5, epochs=1)
+    config = small_run(folder, trunk, **{"save_every": 5, "epochs": 1, "data.flip": True})
     straight = losses_of(config, tmp_path / "straight")
     crash_after(7, config, tmp_path / "resumed")
     assert losses_of(config, tmp_path / "resumed") == straight[5:]
