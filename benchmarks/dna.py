@@ -31,7 +31,12 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path("runs/gue"), help="checkpoints and logs of unfinished runs")
     given = vars(parser.parse_args())
     data, out = given.pop("data"), given.pop("out")
-    records = gue.run_all(data, out, say=partial(print, flush=True), **given)
+    try:
+        records = gue.run_all(data, out, say=partial(print, flush=True), **given)
+    except KeyboardInterrupt:
+        raise SystemExit("stopped; the same command goes on from here") from None
+    except ValueError as error:
+        raise SystemExit(str(error)) from None
     if not records:
         raise SystemExit("no run succeeded; the logs are in the folder of --work")
     for metric in ("mcc", "accuracy"):

@@ -52,7 +52,7 @@ def test_a_set_of_the_package_is_read_from_its_cache(tmp_path, monkeypatch):
     (tmp_path / ".genomic_benchmarks" / "demo").mkdir(parents=True)
     write_genomic(tmp_path / ".genomic_benchmarks" / "demo")
     assert len(read_labelled("genomic:demo").splits["test"]) == 4
-    with pytest.raises(ValueError, match="needs the package genomic_benchmarks"):
+    with pytest.raises(ValueError, match="needs the package genomic-benchmarks"):
         read_labelled("genomic:other")
 
 

@@ -132,7 +132,9 @@ def _processes(count: int, work: str) -> Iterator[ProcessPoolExecutor | None]:
     if count == 1:
         yield None
         return
-    pool = ProcessPoolExecutor(count, get_context("spawn"), _start_worker, (work,))
+    pool = ProcessPoolExecutor(
+        count, get_context("spawn"), _start_worker, (work, max(1, (os.cpu_count() or 1) // count))
+    )
     try:
         yield pool
     finally:
@@ -148,8 +150,11 @@ def _results(pool: ProcessPoolExecutor | None, jobs: Sequence[Job]) -> Iterator[
     yield from ((futures[future], future.result) for future in as_completed(futures))
 
 
-def _start_worker(work: str) -> None:
-    """What a run says goes to a log of its process."""
+def _start_worker(work: str, threads: int) -> None:
+    """What a run says goes to a log of its process; processes share the cores."""
+    import torch
+
+    torch.set_num_threads(threads)
     log = os.open(Path(work) / f"worker-{os.getpid()}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)

@@ -15,6 +15,7 @@ import csv
 import io
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from importlib import import_module
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -23,7 +24,6 @@ import numpy as np
 from titanmem.config import require
 from titanmem.data.dna import encode_bases
 from titanmem.data.fasta import open_sequences
-from titanmem.data.packages import load_package
 from titanmem.data.sources import is_held_out
 
 SPLITS = ("train", "dev", "test")
@@ -212,7 +212,13 @@ def _fetch(name: str) -> Path:
     """A set of GenomicBenchmarks by its name."""
     folder = Path.home() / CACHE / name
     if not (folder / "train").is_dir():
-        package = load_package("genomic_benchmarks.loc2seq", f"fetching genomic:{name}")
+        try:
+            package = import_module("genomic_benchmarks.loc2seq")
+        except ModuleNotFoundError as error:
+            raise ValueError(
+                f"{folder} does not exist; fetching genomic:{name} needs the package genomic-benchmarks (pip install "
+                "genomic-benchmarks), or put the set's folders train and test there"
+            ) from error
         try:
             return Path(package.download_dataset(name, dest_path=folder.parent))
         except Exception as error:  # whatever the package and the network raise
