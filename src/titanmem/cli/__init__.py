@@ -19,6 +19,7 @@ VERBS = {
     "sessions": "list, export, import and delete sessions",
     "eval": "measure a model: perplexity, needle, BABILong, recall, what its memory does",
     "report": "join evaluations into one page, beside the published numbers",
+    "dna": "learn from FASTA and labelled DNA sequences, and classify them",
     "bench": "how fast it is, beside its peers",
     "doctor": "what this machine can run, and which form of each operation it picks",
 }

@@ -1,4 +1,5 @@
-"""Reading files: plain text, JSON lines and Parquet, compressed or not. A fault names the file and the place in it."""
+"""Reading files: plain text, JSON lines, Parquet and FASTA, compressed or not. A fault names the file and the
+place in it."""
 
 from __future__ import annotations
 
@@ -18,14 +19,16 @@ from titanmem.config import require
 from titanmem.data.packages import load_package
 
 TEXT = (".txt", ".md", ".py", ".rst")
+FASTA = (".fa", ".fasta", ".fna", ".ffn", ".fas")
 KINDS = dict.fromkeys(TEXT, "text") | {".jsonl": "lines", ".json": "lines", ".parquet": "rows"}
+KINDS |= dict.fromkeys(FASTA, "fasta")
 PACKED = (".gz", ".bz2", ".xz", ".zst")
 KNOWN = f"{' '.join(KINDS)}, each also with {' '.join(PACKED)}"
 RANGE = 2**24  # bytes of a JSON lines file that are one unit of work
 
 
 def kind_of(path: str | Path) -> str | None:
-    """How a file is read, by its name: "text", "lines", "rows", or None."""
+    """How a file is read, by its name: "text", "lines", "rows", "fasta", or None."""
     name = Path(path)
     return KINDS.get(Path(name.stem).suffix if name.suffix in PACKED else name.suffix)
 

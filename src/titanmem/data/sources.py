@@ -16,6 +16,7 @@ from titanmem.data.files import KNOWN, cut_points, kind_of, read_lines, read_row
 from titanmem.data.packages import load_package
 
 SPECS = "python, python+packages, a file, a folder, a glob, or hf:DATASET[:CONFIG[:SPLIT]]"
+BASES = 2**16  # of a document: longer sequences are several
 NOT_PYTHON_LIBRARY = {"test", "tests", "idlelib", "site-packages", "dist-packages"}
 
 
@@ -94,9 +95,22 @@ class FileSource(Source):
                 if self.strict or not isinstance(error.__cause__, UnicodeDecodeError):
                     raise
             return
+        if kind == "fasta":
+            yield from _read_bases(name, path)
+            return
         read = read_lines if kind == "lines" else read_rows
         for text in read(path, self.field, cut):
             yield Document("", text)
+
+
+def _read_bases(name: str, path: Path) -> Iterator[Document]:
+    """Sequences in pieces of at most BASES, those of N alone left out."""
+    from titanmem.data.dna import ANY, decode_bases
+    from titanmem.data.fasta import read_fasta
+
+    for piece in read_fasta(path, BASES):
+        if piece.ids.count(ANY) < len(piece.ids):
+            yield Document(f"{name}/{piece.record}:{piece.start}", decode_bases(piece.ids))
 
 
 def _find_files(where: str) -> dict[str, Path]:

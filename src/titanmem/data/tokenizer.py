@@ -15,6 +15,7 @@ from titanmem.config import require
 from titanmem.data.packages import load_package
 
 BYTES_FILE = "tokenizer_bytes.json"
+DNA_FILE = "tokenizer_dna.json"
 END = "<|endoftext|>"
 # What the end of a document is called, by how specific the name is: some vocabularies hold several of them.
 END_NAMES = [END, "</s>", "<|end_of_text|>", "<eos>", "<|eos|>", "<｜end▁of▁sentence｜>", "[EOS]", "[SEP]"]
@@ -132,12 +133,14 @@ class PieceTokenizer(Tokenizer):
 
 
 def load_tokenizer(spec: str | Path) -> Tokenizer:
-    """Open "bytes", a folder with a tokenizer, a .json or .model file, or a name on the Hugging Face hub.
+    """Open "bytes", "dna", a folder with a tokenizer, a .json or .model file, or a name on the Hugging Face hub.
 
     A folder is one that `save` wrote, a prepared data set, or any with tokenizer.json or tokenizer.model.
     """
     if str(spec) == "bytes":
         return ByteTokenizer()
+    if str(spec) == "dna":
+        return _dna()
     path = Path(spec)
     if path.is_dir():
         return _from_folder(path)
@@ -164,11 +167,19 @@ def _from_folder(folder: Path) -> Tokenizer:
     folder = inner if inner.is_dir() else folder
     if (folder / BYTES_FILE).is_file():
         return ByteTokenizer()
+    if (folder / DNA_FILE).is_file():
+        return _dna()
     if (folder / "tokenizer.json").is_file():
         return _from_json(folder / "tokenizer.json")
     if (folder / "tokenizer.model").is_file():
         return PieceTokenizer(folder / "tokenizer.model")
     raise ValueError(f"{folder} holds no tokenizer: expected {BYTES_FILE}, tokenizer.json or tokenizer.model in it")
+
+
+def _dna() -> Tokenizer:
+    from titanmem.data.dna import DnaTokenizer
+
+    return DnaTokenizer()
 
 
 def _from_json(path: Path) -> JsonTokenizer:

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Self, TypeVar
 import torch
 from torch import Tensor, nn
 
-from titanmem.config import KindConfig, check_keys
+from titanmem.config import KindConfig, check_keys, require
 
 FILES = ("config.json", "model.safetensors")
 
@@ -20,7 +20,11 @@ FILES = ("config.json", "model.safetensors")
 class ModelConfig(KindConfig, ABC):
     """Base of the configs of models. A new kind has a setting `kind: str = "…"` and a line here."""
 
-    KINDS: ClassVar[dict[str, str]] = {"language": "titanmem.models.language:TitansConfig"}
+    KINDS: ClassVar[dict[str, str]] = {
+        "language": "titanmem.models.language:TitansConfig",
+        "sequence": "titanmem.models.sequence:SequenceConfig",
+        "cnn": "titanmem.models.sequence:CnnConfig",
+    }
 
     @abstractmethod
     def build(self) -> Model:
@@ -56,6 +60,19 @@ class Model(nn.Module):
         held = {name: x.detach().cpu().contiguous() for name, x in own_tensors(self).items()}
         save_file(held, path / "model.safetensors", metadata={"format": "pt"})
         (path / "config.json").write_text(json.dumps(self.config.to_dict(), indent=2) + "\n")
+
+    def adopt(self, given: Model, where: str) -> None:
+        """Start from the weights of another model, which errors call `where`: here, one of the same config."""
+        self.check_same(self.config, given.config, where)
+        self.load_state_dict(given.state_dict())
+
+    @staticmethod
+    def check_same(mine: ModelConfig, theirs: ModelConfig, where: str) -> None:
+        """Refuse a model of another config, naming every setting that differs."""
+        here, there = mine.to_dict(), theirs.to_dict()
+        names = [name for name in {**here, **there} if here.get(name) != there.get(name)]
+        differ = [f"{name}={there.get(name)!r} there, {here.get(name)!r} here" for name in names]
+        require(not differ, f"{where} is another model ({'; '.join(differ)}); give the same model settings")
 
 
 AnyModel = TypeVar("AnyModel", bound=Model)

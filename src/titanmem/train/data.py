@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from titanmem.config import require
+from titanmem.data.dna import VOCABULARY as DNA_VOCAB
 from titanmem.data.prepare import BPE_VOCAB, prepare
 from titanmem.data.shards import INDEX, Index, TokenShards
 from titanmem.data.tokenizer import Tokenizer, load_tokenizer
@@ -36,7 +37,7 @@ def fit_to_data(config: TrainConfig, given: Collection[str]) -> TrainConfig:
             f"{data.path} is no prepared text; prepare it (titanmem data prepare SOURCE {data.path}), or also give its "
             f"source, for instance data.source={data.source}",
         )
-    vocabulary = {"bytes": 256, "bpe": data.vocab_size or BPE_VOCAB}.get(data.tokenizer)
+    vocabulary = {"bytes": 256, "dna": DNA_VOCAB, "bpe": data.vocab_size or BPE_VOCAB}.get(data.tokenizer)
     if (Path(data.path) / INDEX).exists():
         index = Index.load(Path(data.path))
         made = {name: getattr(index.settings, name) for name in _PREPARED}

@@ -303,11 +303,5 @@ def first_model(config: RunConfig) -> Model:
     """The model before its first step: fresh, or with the weights of an exported one."""
     model = config.model.build()
     if config.init is not None:
-        given = load(config.init)
-        mine, theirs = config.model.to_dict(), given.config.to_dict()
-        names = [name for name in {**mine, **theirs} if mine.get(name) != theirs.get(name)]
-        differ = [f"{name}={theirs.get(name)!r} there, {mine.get(name)!r} here" for name in names]
-        if differ:
-            raise ValueError(f"init={config.init} is another model ({'; '.join(differ)}); give the same model settings")
-        model.load_state_dict(given.state_dict())
+        model.adopt(load(config.init), f"init={config.init}")
     return model
