@@ -11,11 +11,11 @@ import titanmem
 
 ROOT = Path(titanmem.__file__).parent
 ORDER = [
-    "config", "state", "data", "tasks", "ops", "layers", "blocks", "models", "hf", "train", "recipes", "bench", "eval",
-    "cli",
+    "config", "state", "data", "tasks", "ops", "layers", "blocks", "models", "hf", "train", "recipes", "bench",
+    "forecast", "eval", "cli",
 ]  # fmt: skip
 ALONE = {
-    "matplotlib": {"train"},
+    "matplotlib": {"train", "forecast"},
     "safetensors": {"state", "data", "models", "hf", "train"},
     "tokenizers": {"data"},
     "datasets": {"data"},

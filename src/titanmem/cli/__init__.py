@@ -14,6 +14,7 @@ VERBS = {
     "export": "write a run's model to a folder that generate or transformers reads",
     "generate": "continue a prompt with a saved model",
     "eval": "measure a model: perplexity, needle, BABILong, recall, what its memory does",
+    "forecast": "train, test and use forecasters on tables of time series",
     "report": "join evaluations into one page, beside the published numbers",
     "harness": "write tasks on local files for lm-evaluation-harness",
     "bench": "how fast it is, beside its peers",

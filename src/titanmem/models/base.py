@@ -20,7 +20,10 @@ FILES = ("config.json", "model.safetensors")
 class ModelConfig(KindConfig, ABC):
     """Base of the configs of models. A new kind has a setting `kind: str = "…"` and a line here."""
 
-    KINDS: ClassVar[dict[str, str]] = {"language": "titanmem.models.language:TitansConfig"}
+    KINDS: ClassVar[dict[str, str]] = {
+        "language": "titanmem.models.language:TitansConfig",
+        "series": "titanmem.models.series:SeriesConfig",
+    }
 
     @abstractmethod
     def build(self) -> Model:

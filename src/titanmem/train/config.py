@@ -69,7 +69,10 @@ class ParallelConfig(Config):
 class RunConfig(KindConfig, ABC):
     """What every run has. Another kind of run is a class with its own `kind`, `model` and `data`, and a line here."""
 
-    KINDS: ClassVar[dict[str, str]] = {"language": "titanmem.train.config:TrainConfig"}
+    KINDS: ClassVar[dict[str, str]] = {
+        "language": "titanmem.train.config:TrainConfig",
+        "series": "titanmem.train.series:SeriesRun",
+    }
     unit: ClassVar[str] = "rows"  # what its speed is counted in
     loss: ClassVar[str] = "loss"  # what its plots call it
     use: ClassVar[str] = "titanmem.load({!r})"  # of an exported model's folder

@@ -1,0 +1,241 @@
+"""The paper's Table 3: data sets × horizons × models × seeds, each run one JSON file, beside the published numbers."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import shutil
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+HORIZONS = (96, 192, 336, 720)
+DATASETS = ("ETTm1", "ETTm2", "ETTh1", "ETTh2", "Weather")
+# Table 3 of the paper (arXiv 2501.00663): MSE / MAE, means over the four horizons, look-back 96
+PUBLISHED: dict[str, dict[str, tuple[float, float]]] = {
+    "Neural Memory": {
+        "ETTm1": (0.358, 0.387), "ETTm2": (0.261, 0.309), "ETTh1": (0.420, 0.421), "ETTh2": (0.336, 0.382),
+        "ECL": (0.162, 0.261), "Traffic": (0.415, 0.289), "Weather": (0.231, 0.265),
+    },
+    "Simba": {
+        "ETTm1": (0.383, 0.396), "ETTm2": (0.271, 0.327), "ETTh1": (0.441, 0.432), "ETTh2": (0.361, 0.391),
+        "ECL": (0.169, 0.274), "Traffic": (0.493, 0.291), "Weather": (0.255, 0.280),
+    },
+    "iTransformer": {
+        "ETTm1": (0.407, 0.410), "ETTm2": (0.288, 0.332), "ETTh1": (0.454, 0.447), "ETTh2": (0.383, 0.407),
+        "ECL": (0.178, 0.270), "Traffic": (0.428, 0.282), "Weather": (0.258, 0.278),
+    },
+    "PatchTST": {
+        "ETTm1": (0.387, 0.400), "ETTm2": (0.281, 0.326), "ETTh1": (0.469, 0.454), "ETTh2": (0.387, 0.407),
+        "ECL": (0.205, 0.290), "Traffic": (0.481, 0.304), "Weather": (0.259, 0.281),
+    },
+    "DLinear": {
+        "ETTm1": (0.403, 0.407), "ETTm2": (0.350, 0.401), "ETTh1": (0.456, 0.452), "ETTh2": (0.559, 0.515),
+        "ECL": (0.212, 0.300), "Traffic": (0.625, 0.383), "Weather": (0.265, 0.317),
+    },
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run."""
+
+    dataset: str
+    horizon: int
+    model: str
+    seed: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.model}-{self.dataset}-{self.horizon}-seed{self.seed}"
+
+    @property
+    def weight(self) -> int:
+        """Roughly how long it takes, so that the longest begin first."""
+        return {"Weather": 6, "ETTm1": 4, "ETTm2": 4, "ECL": 60, "Traffic": 120}.get(self.dataset, 1)
+
+
+def run_case(case: Case, data: str, results: str, work: str, settings: dict[str, Any], keep: bool = False) -> float:
+    """Train, take the checkpoint that validation likes best, test it, write RESULTS/NAME.json; returns the MSE."""
+    from titanmem.bench.timing import machine
+    from titanmem.recipes.series import benchmark_run
+    from titanmem.train.export import load_run
+    from titanmem.train.loop import train
+    from titanmem.train.provenance import provenance
+    from titanmem.train.series import SeriesRun, errors_on_test
+
+    target, folder = Path(results) / f"{case.name}.json", Path(work) / case.name
+    folder.mkdir(parents=True, exist_ok=True)
+    before, sys.stderr = sys.stderr, (folder / "log.txt").open("a")
+    try:
+        config = benchmark_run(case.dataset, case.horizon, case.model, data, case.seed)
+        if settings:
+            config = config.change(settings).fit((*settings, "seed"))
+        begin = time.perf_counter()
+        found = train(config, folder)
+        seconds = time.perf_counter() - begin
+        if not found["complete"]:
+            raise KeyboardInterrupt
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        best, step = load_run(folder, best=True)
+        errors = errors_on_test(config, best.to(device).eval())
+    finally:
+        sys.stderr.close()
+        sys.stderr = before
+    assert isinstance(config, SeriesRun)
+    record = {
+        "experiment": "forecast",
+        "model": case.model,
+        "seed": case.seed,
+        "results": [
+            {
+                "level": {"dataset": case.dataset, "horizon": case.horizon},
+                **{name: errors[name] for name in ("mse", "mae", "windows")},
+            }
+        ],
+        "validation_mse": found["best"]["held_out"],
+        "best_step": step,
+        "steps": found["step"],
+        "seconds": round(seconds, 1),
+        "parameters": config.model.parameters(),
+        "config": {**config.to_dict(), "data": {**config.data.to_dict(), "path": Path(config.data.path).name}},
+        "machine": machine(),
+        "commit": provenance()["commit"],
+    }
+    target.parent.mkdir(parents=True, exist_ok=True)
+    aside = target.with_suffix(".part")
+    aside.write_text(json.dumps(record, indent=1) + "\n")
+    aside.replace(target)
+    if not keep:
+        shutil.rmtree(folder, ignore_errors=True)
+    return float(errors["mse"])
+
+
+def run_cases(
+    cases: Sequence[Case], data: Path, results: Path, work: Path, parallel: int, settings: dict[str, Any], keep: bool
+) -> list[str]:
+    """All cases that have no result yet, several at a time as processes of their own; returns what failed."""
+    todo = sorted((c for c in cases if not (results / f"{c.name}.json").exists()), key=lambda c: -c.weight)
+    print(f"{len(todo)} of {len(cases)} runs to do, {parallel} at a time", flush=True)
+    begin, failed = time.perf_counter(), []
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(max(1, min(parallel, len(todo))), mp_context=spawn, initializer=_quiet) as pool:
+        given = (str(data), str(results), str(work), settings, keep)
+        running = {pool.submit(run_case, case, *given): case for case in todo}
+        try:
+            for number, done in enumerate(as_completed(running), 1):
+                case, trouble = running[done], done.exception()
+                took = time.perf_counter() - begin
+                if trouble is None:
+                    said = f"MSE {done.result():.4f}"
+                else:
+                    said = f"failed: {trouble or type(trouble).__name__}"
+                    failed.append(f"{case.name}: {trouble or type(trouble).__name__}")
+                left = took / number * (len(todo) - number)
+                print(f"{number}/{len(todo)} {case.name}: {said} ({took:.0f} s, about {left:.0f} s left)", flush=True)
+        except KeyboardInterrupt:  # the workers got it too: each writes a checkpoint and ends
+            pool.shutdown(wait=True, cancel_futures=True)
+            raise
+    return failed
+
+
+def _quiet() -> None:
+    torch.set_num_threads(1)
+
+
+# -- what came out ------------------------------------------------------------------------------------------------
+
+
+def load_records(results: Path) -> list[dict[str, Any]]:
+    """All results in a folder."""
+    return [json.loads(path.read_text()) for path in sorted(results.glob("*-seed*.json"))]
+
+
+def means(records: Sequence[dict[str, Any]]) -> dict[str, dict[str, dict[str, Any]]]:
+    """model → data set → MSE and MAE as means over all horizons, over the seeds that have all of them."""
+    found: dict[tuple[str, str, int], dict[int, dict[str, Any]]] = {}
+    for record in records:
+        for result in record["results"]:
+            level = result["level"]
+            found.setdefault((record["model"], level["dataset"], record["seed"]), {})[level["horizon"]] = result
+    table: dict[str, dict[str, dict[str, Any]]] = {}
+    for (model, dataset, _), by_horizon in sorted(found.items()):
+        if set(by_horizon) == set(HORIZONS):
+            cell = table.setdefault(model, {}).setdefault(dataset, {"mse": [], "mae": []})
+            for name in ("mse", "mae"):
+                cell[name].append(statistics.mean(result[name] for result in by_horizon.values()))
+    return table
+
+
+def _cell(held: dict[str, Any] | None) -> str:
+    if held is None:
+        return "–"
+    mse, mae = (statistics.mean(held[name]) for name in ("mse", "mae"))
+    spread = f" ±{statistics.stdev(held['mse']):.3f}" if len(held["mse"]) > 1 else ""
+    return f"{mse:.3f}{spread} / {mae:.3f}"
+
+
+def summary(records: Sequence[dict[str, Any]]) -> str:
+    """Markdown: every horizon of every model, then the means beside the published ones."""
+    order = ["lmm", "mac", "mag", "mal", "attention", "rlinear", "dlinear"]
+    models = sorted({r["model"] for r in records}, key=lambda m: (order.index(m) if m in order else 99, m))
+    single: dict[tuple[str, str, int], dict[str, list[float]]] = {}
+    for record in records:
+        for result in record["results"]:
+            key = (record["model"], result["level"]["dataset"], result["level"]["horizon"])
+            held = single.setdefault(key, {"mse": [], "mae": []})
+            held["mse"].append(result["mse"])
+            held["mae"].append(result["mae"])
+    lines = ["MSE / MAE of all test windows, look-back 96 (± standard deviation over seeds)", ""]
+    lines += [f"| | | {' | '.join(models)} |", f"|---|---|{'---|' * len(models)}"]
+    for dataset in [d for d in (*DATASETS, "ECL", "Traffic") if any(key[1] == d for key in single)]:
+        for horizon in sorted({key[2] for key in single if key[1] == dataset}):
+            cells = [_cell(single.get((model, dataset, horizon))) for model in models]
+            lines.append(f"| {dataset} | {horizon} | {' | '.join(cells)} |")
+    table = means(records)
+    if table:
+        whole = [model for model in models if model in table]
+        titles = [*whole, *(f"published: {name}" for name in PUBLISHED)]
+        lines += ["", "Means over the horizons 96, 192, 336, 720", ""]
+        lines += [f"| | {' | '.join(titles)} |", f"|---|{'---|' * len(titles)}"]
+        for dataset in [d for d in PUBLISHED["DLinear"] if any(d in cells for cells in table.values())]:
+            ours = [_cell(table[model].get(dataset)) for model in whole]
+            theirs = ["{:.3f} / {:.3f}".format(*numbers[dataset]) for numbers in PUBLISHED.values()]
+            lines.append(f"| {dataset} | {' | '.join([*ours, *theirs])} |")
+    return "\n".join(lines)
+
+
+def figure(records: Sequence[dict[str, Any]]) -> Any | None:
+    """Means over horizons: ours as bars, the published ones as marks; None before a data set is whole."""
+    from titanmem.train.plots import new_figure
+
+    table = means(records)
+    datasets = [d for d in DATASETS if any(d in cells for cells in table.values())]
+    if not datasets:
+        return None
+    drawn, (axis,) = new_figure(1, width=2.2 * len(datasets) + 2.5, height=3.8)
+    models = list(table)
+    width = 0.8 / len(models)
+    for index, model in enumerate(models):
+        places = [i for i, d in enumerate(datasets) if d in table[model]]
+        heights = [statistics.mean(table[model][datasets[i]]["mse"]) for i in places]
+        left = [i - 0.4 + width * (index + 0.5) for i in places]
+        axis.bar(left, heights, width * 0.92, label=model, color=f"C{index}")
+    marks = ("_", "D", "s", "^", "v")
+    for mark, (name, numbers) in zip(marks, PUBLISHED.items(), strict=True):
+        wide = {"s": 300, "linewidths": 1.6} if mark == "_" else {"s": 18}
+        axis.scatter(
+            range(len(datasets)), [numbers[d][0] for d in datasets], marker=mark, color="0.15", zorder=3,
+            label=f"{name} (published)", **wide,
+        )  # fmt: skip
+    axis.set_xticks(range(len(datasets)), datasets)
+    axis.set(ylabel="MSE, mean over horizons", title="Forecasting, look-back 96")
+    axis.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
+    return drawn

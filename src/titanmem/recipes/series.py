@@ -1,0 +1,33 @@
+"""Forecasting runs: one setting per model for tables of any kind, and the published data sets with their splits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from titanmem.config import require
+from titanmem.data.splits import BENCHMARKS, find_benchmark
+from titanmem.models.series import LINEAR, MIXERS, SeriesConfig
+from titanmem.train.config import OptimConfig
+from titanmem.train.series import SeriesData, SeriesRun
+
+
+def series_run(mixer: str, **data: Any) -> SeriesRun:
+    """A run of a model; it still needs its table (data.path) and `fit`."""
+    require(mixer in MIXERS, f"unknown model {mixer!r}; known: {', '.join(MIXERS)}")
+    rate = {"rlinear": 3e-3, "dlinear": 1e-3}.get(mixer, 1e-3)
+    decay = 0.0 if mixer in LINEAR else 0.05
+    return SeriesRun(
+        model=SeriesConfig(mixer=mixer),
+        data=SeriesData(**data),
+        optim=OptimConfig(lr=rate, warmup=50, final=0.02, betas=(0.9, 0.99), weight_decay=decay),
+    )
+
+
+def benchmark_run(dataset: str, horizon: int, mixer: str, folder: str | Path, seed: int = 0) -> SeriesRun:
+    """A published data set by its protocol: look-back 96, rows and sentinels as they are, its own split."""
+    run = series_run(
+        mixer, path=str(find_benchmark(dataset, folder)), missing="error", irregular="keep",
+        split=BENCHMARKS[dataset].shares,
+    )  # fmt: skip
+    return run.change({"model.horizon": horizon, "seed": seed}).fit(("seed",))
