@@ -77,7 +77,7 @@ def test_absent_rows_are_inserted_kept_or_refused(tmp_path):
     assert "2 absent rows inserted" in filled.notes[0]
     assert "first at line 5, 2024-01-01 05:00:00" in filled.notes[0]
     assert (len(kept), kept.notes[0][-20:]) == (4, "kept as if they were")
-    with pytest.raises(ValueError, match="not 1 hour apart everywhere .* give --irregular fill"):
+    with pytest.raises(ValueError, match=r"not 1 hour apart everywhere .* give --irregular fill"):
         read_series(path, Reading(irregular="error"))
     with pytest.raises(ValueError, match="some fall between steps"):
         read_series(write(tmp_path, HOURS + "2024-01-01 03:30,6,60\n", "between.csv"))

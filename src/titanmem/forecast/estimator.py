@@ -28,8 +28,8 @@ class TitansForecaster(BaseForecaster):
     `TitansForecaster(look_back=48).fit(y, fh=range(1, 25)).predict()`.
 
     The horizon is the farthest step of `fh`. The last tenth of the rows decides when to stop, where it is long enough.
-    `settings` are those of `titanmem forecast train`, for instance {"model.dim": 32, "optim.lr": 1e-3}. New rows given to
-    `update` are looked back on; the weights stay as they are fitted.
+    `settings` are those of `titanmem forecast train`, for instance {"model.dim": 32, "optim.lr": 1e-3}. New rows that
+    `update` brings are looked back on; the weights stay as they were fitted.
     """
 
     _tags: ClassVar[dict[str, Any]] = {
@@ -67,16 +67,18 @@ class TitansForecaster(BaseForecaster):
         self.verbose = verbose
         super().__init__()
 
-    def _fit(self, y: Any, X: Any, fh: Any) -> TitansForecaster:  # noqa: N803
+    def _fit(self, y: Any, X: Any, fh: Any) -> TitansForecaster:
         horizon = int(max(fh.to_relative(self.cutoff)))
         rows = len(y)
         look_back = max(2, min(self.look_back, rows - horizon - 1))
         held = rows - int(0.9 * rows)
         patch = max(1, min(16, look_back // 2))
+        decides = held >= horizon and rows - held >= look_back + horizon
         chosen = {
-            "model.horizon": horizon, "model.look_back": look_back, "model.patch": patch, "model.stride": -(-patch // 2),
+            "model.horizon": horizon, "model.look_back": look_back,
+            "model.patch": patch, "model.stride": -(-patch // 2),
             "data.epochs": self.epochs, "data.time": "none", "data.irregular": "keep", "seed": self.random_state or 0,
-            "data.split": [0.9, 0.1, 0.0] if held >= horizon and rows - held >= look_back + horizon else [1.0, 0.0, 0.0],
+            "data.split": [0.9, 0.1, 0.0] if decides else [1.0, 0.0, 0.0],
             **(self.settings or {}),
         }  # fmt: skip
         columns = [f"series {number}" for number in range(y.shape[1])]
@@ -99,7 +101,7 @@ class TitansForecaster(BaseForecaster):
         return contextlib.nullcontext() if self.verbose else contextlib.redirect_stderr(io.StringIO())
 
     @torch.no_grad()
-    def _predict(self, fh: Any, X: Any) -> Any:  # noqa: N803
+    def _predict(self, fh: Any, X: Any) -> Any:
         import pandas
 
         series = Series(self.predictor_.columns, self.recent_, np.arange(len(self.recent_)))
@@ -108,7 +110,7 @@ class TitansForecaster(BaseForecaster):
         index = fh.to_absolute_index(self.cutoff)
         return pandas.DataFrame(values[steps - 1], index=index, columns=self.names_)
 
-    def _update(self, y: Any, X: Any = None, update_params: bool = True) -> TitansForecaster:  # noqa: N803
+    def _update(self, y: Any, X: Any = None, update_params: bool = True) -> TitansForecaster:
         rows = np.concatenate([self.recent_, y.to_numpy(dtype=np.float64)])
         self.recent_ = rows[-self.predictor_.look_back :]
         return self

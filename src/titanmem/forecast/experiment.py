@@ -69,15 +69,13 @@ def run_case(case: Case, data: str, results: str, work: str, settings: dict[str,
     from titanmem.train.export import load_run
     from titanmem.train.loop import train
     from titanmem.train.provenance import provenance
-    from titanmem.train.series import SeriesRun, errors_on_test
+    from titanmem.train.series import errors_on_test
 
     target, folder = Path(results) / f"{case.name}.json", Path(work) / case.name
     folder.mkdir(parents=True, exist_ok=True)
     before, sys.stderr = sys.stderr, (folder / "log.txt").open("a")
     try:
-        config = benchmark_run(case.dataset, case.horizon, case.model, data, case.seed)
-        if settings:
-            config = config.change(settings).fit((*settings, "seed"))
+        config = benchmark_run(case.dataset, case.horizon, case.model, data, case.seed, settings)
         begin = time.perf_counter()
         found = train(config, folder)
         seconds = time.perf_counter() - begin
@@ -89,7 +87,6 @@ def run_case(case: Case, data: str, results: str, work: str, settings: dict[str,
     finally:
         sys.stderr.close()
         sys.stderr = before
-    assert isinstance(config, SeriesRun)
     record = {
         "experiment": "forecast",
         "model": case.model,

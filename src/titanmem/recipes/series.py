@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +25,14 @@ def series_run(mixer: str, **data: Any) -> SeriesRun:
     )
 
 
-def benchmark_run(dataset: str, horizon: int, mixer: str, folder: str | Path, seed: int = 0) -> SeriesRun:
-    """A published data set by its protocol: look-back 96, rows and sentinels as they are, its own split."""
+def benchmark_run(
+    dataset: str, horizon: int, mixer: str, folder: str | Path, seed: int = 0, settings: Mapping[str, Any] | None = None
+) -> SeriesRun:
+    """A published data set by its protocol: look-back 96, rows and sentinels as they are, its own split. `settings`
+    change what the recipe says."""
     run = series_run(
         mixer, path=str(find_benchmark(dataset, folder)), missing="error", irregular="keep",
         split=BENCHMARKS[dataset].shares,
     )  # fmt: skip
-    return run.change({"model.horizon": horizon, "seed": seed}).fit(("seed",))
+    given = {"model.horizon": horizon, "seed": seed, **(settings or {})}
+    return run.change(given).fit(given)

@@ -29,15 +29,10 @@ class Metrics:
         self.active = active
         if not active:
             return
-        from tqdm import tqdm
-
         for name in (FILE, SAMPLES):
             keep_before(folder / name, first_step)
         self.file = (folder / FILE).open("a", buffering=1)
-        self.bar: Any = tqdm(
-            total=config.steps, initial=first_step, unit="step", dynamic_ncols=True, file=sys.stderr,
-            disable=not sys.stderr.isatty(), leave=False,
-        )  # fmt: skip
+        self.bar: Any = _open_bar(config.steps, first_step)
         self.shown: dict[str, str] = {}
         self.board: Any = None
         if importlib.util.find_spec("tensorboard") is not None:
@@ -84,6 +79,32 @@ class Metrics:
                 self.board.close()
             if self.wandb is not None:
                 self.wandb.finish()
+
+
+class NoBar:
+    """In place of a progress bar where tqdm is not installed: lines in the log instead."""
+
+    disable = True
+
+    def set_postfix(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def update(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def _open_bar(steps: int, first_step: int) -> Any:
+    if importlib.util.find_spec("tqdm") is None:
+        return NoBar()
+    from tqdm import tqdm
+
+    return tqdm(
+        total=steps, initial=first_step, unit="step", dynamic_ncols=True, file=sys.stderr,
+        disable=not sys.stderr.isatty(), leave=False,
+    )  # fmt: skip
 
 
 class Meter:

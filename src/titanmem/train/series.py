@@ -248,4 +248,3 @@ def errors_on_test(config: SeriesRun, model: Forecaster) -> dict[str, Any]:
     require(source.splits.test > 0, "the split leaves nothing to test on; give data.split=[0.7,0.1,0.2]")
     device = next(model.parameters()).device
     return source.errors(lambda x: model(x)[0], "test", device)
-
