@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 README = Path(__file__).parents[2] / "README.md"
-EVALUATION = README.parent / "docs" / "evaluation.md"
+DOCS = [README.parent / "docs" / name for name in ("evaluation.md", "forecasting.md")]
 BLOCKS = [
     pytest.param(block, id=f"{file.name}-{number}")
-    for file in (README, EVALUATION)
+    for file in (README, *DOCS)
     for number, block in enumerate(re.findall(r"```python\n(.*?)```", file.read_text(), re.S))
 ]
 

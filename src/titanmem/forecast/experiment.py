@@ -18,6 +18,7 @@ import torch
 
 HORIZONS = (96, 192, 336, 720)
 DATASETS = ("ETTm1", "ETTm2", "ETTh1", "ETTh2", "Weather")
+ORDER = ("lmm", "mac", "mag", "mal", "attention", "rlinear", "dlinear")  # of the columns
 # Table 3 of the paper (arXiv 2501.00663): MSE / MAE, means over the four horizons, look-back 96
 PUBLISHED: dict[str, dict[str, tuple[float, float]]] = {
     "Neural Memory": {
@@ -58,8 +59,8 @@ class Case:
 
     @property
     def weight(self) -> int:
-        """Roughly how long it takes, so that the longest begin first."""
-        return {"Weather": 6, "ETTm1": 4, "ETTm2": 4, "ECL": 60, "Traffic": 120}.get(self.dataset, 1)
+        """Roughly how long it takes, so that a model's longest runs begin first."""
+        return {"Weather": 3, "ETTm1": 2, "ETTm2": 2, "ECL": 60, "Traffic": 120}.get(self.dataset, 1)
 
 
 def run_case(case: Case, data: str, results: str, work: str, settings: dict[str, Any], keep: bool = False) -> float:
@@ -119,7 +120,9 @@ def run_cases(
     cases: Sequence[Case], data: Path, results: Path, work: Path, parallel: int, settings: dict[str, Any], keep: bool
 ) -> list[str]:
     """All cases that have no result yet, several at a time as processes of their own; returns what failed."""
-    todo = sorted((c for c in cases if not (results / f"{c.name}.json").exists()), key=lambda c: -c.weight)
+    groups = list(dict.fromkeys((c.model, c.seed) for c in cases))  # in the order they were asked for
+    todo = [case for case in cases if not (results / f"{case.name}.json").exists()]
+    todo.sort(key=lambda case: (groups.index((case.model, case.seed)), -case.weight))
     print(f"{len(todo)} of {len(cases)} runs to do, {parallel} at a time", flush=True)
     begin, failed = time.perf_counter(), []
     spawn = multiprocessing.get_context("spawn")
@@ -181,8 +184,8 @@ def _cell(held: dict[str, Any] | None) -> str:
 
 def summary(records: Sequence[dict[str, Any]]) -> str:
     """Markdown: every horizon of every model, then the means beside the published ones."""
-    order = ["lmm", "mac", "mag", "mal", "attention", "rlinear", "dlinear"]
-    models = sorted({r["model"] for r in records}, key=lambda m: (order.index(m) if m in order else 99, m))
+    there = {record["model"] for record in records}
+    models = [*(model for model in ORDER if model in there), *sorted(there - set(ORDER))]
     single: dict[tuple[str, str, int], dict[str, list[float]]] = {}
     for record in records:
         for result in record["results"]:
@@ -210,29 +213,25 @@ def summary(records: Sequence[dict[str, Any]]) -> str:
 
 
 def figure(records: Sequence[dict[str, Any]]) -> Any | None:
-    """Means over horizons: ours as bars, the published ones as marks; None before a data set is whole."""
+    """Means over horizons, every seed a dot, beside the published ones; None before a data set is whole."""
     from titanmem.train.plots import new_figure
 
     table = means(records)
     datasets = [d for d in DATASETS if any(d in cells for cells in table.values())]
     if not datasets:
         return None
-    drawn, (axis,) = new_figure(1, width=2.2 * len(datasets) + 2.5, height=3.8)
-    models = list(table)
-    width = 0.8 / len(models)
-    for index, model in enumerate(models):
-        places = [i for i, d in enumerate(datasets) if d in table[model]]
-        heights = [statistics.mean(table[model][datasets[i]]["mse"]) for i in places]
-        left = [i - 0.4 + width * (index + 0.5) for i in places]
-        axis.bar(left, heights, width * 0.92, label=model, color=f"C{index}")
-    marks = ("_", "D", "s", "^", "v")
-    for mark, (name, numbers) in zip(marks, PUBLISHED.items(), strict=True):
-        wide = {"s": 300, "linewidths": 1.6} if mark == "_" else {"s": 18}
-        axis.scatter(
-            range(len(datasets)), [numbers[d][0] for d in datasets], marker=mark, color="0.15", zorder=3,
-            label=f"{name} (published)", **wide,
-        )  # fmt: skip
-    axis.set_xticks(range(len(datasets)), datasets)
-    axis.set(ylabel="MSE, mean over horizons", title="Forecasting, look-back 96")
-    axis.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
+    drawn, axes = new_figure(len(datasets), width=2.3, height=3.6)
+    names = [*[model for model in ORDER if model in table], *(model for model in table if model not in ORDER)]
+    for axis, dataset in zip(axes, datasets, strict=True):
+        for place, model in enumerate(names):
+            found = table[model].get(dataset, {"mse": []})["mse"]
+            axis.scatter([place] * len(found), found, color="C0", s=26, zorder=3)
+        for place, numbers in enumerate(PUBLISHED.values(), len(names)):
+            axis.scatter([place], [numbers[dataset][0]], color="0.45", marker="D", s=20, zorder=3)
+        axis.axvline(len(names) - 0.5, color="0.8", linewidth=0.8)
+        axis.set_xticks(range(len(names) + len(PUBLISHED)), [*names, *PUBLISHED], rotation=90, fontsize=8)
+        axis.set_title(dataset, fontsize=10)
+        axis.tick_params(axis="y", labelsize=8)
+    axes[0].set_ylabel("MSE, mean over horizons")
+    drawn.suptitle("Forecasting, look-back 96: ours (blue) and published (grey)", fontsize=11)
     return drawn

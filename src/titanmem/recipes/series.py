@@ -16,8 +16,7 @@ from titanmem.train.series import SeriesData, SeriesRun
 def series_run(mixer: str, **data: Any) -> SeriesRun:
     """A run of a model; it still needs its table (data.path) and `fit`."""
     require(mixer in MIXERS, f"unknown model {mixer!r}; known: {', '.join(MIXERS)}")
-    rate = {"rlinear": 3e-3, "dlinear": 1e-3}.get(mixer, 1e-3)
-    decay = 0.0 if mixer in LINEAR else 0.05
+    rate, decay = (5e-3, 0.0) if mixer in LINEAR else (2e-3, 0.05)
     return SeriesRun(
         model=SeriesConfig(mixer=mixer),
         data=SeriesData(**data),
@@ -32,7 +31,7 @@ def benchmark_run(
     change what the recipe says."""
     run = series_run(
         mixer, path=str(find_benchmark(dataset, folder)), missing="error", irregular="keep",
-        split=BENCHMARKS[dataset].shares,
+        split=BENCHMARKS[dataset].shares, epochs=10 if dataset in ("ETTh1", "ETTh2") else 5,
     )  # fmt: skip
     given = {"model.horizon": horizon, "seed": seed, **(settings or {})}
     return run.change(given).fit(given)
