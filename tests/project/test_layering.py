@@ -12,10 +12,10 @@ import titanmem
 ROOT = Path(titanmem.__file__).parent
 ORDER = [
     "config", "state", "data", "tasks", "ops", "layers", "blocks", "models", "infer", "hf", "train", "recipes", "bench",
-    "eval", "serve", "cli",
+    "forecast", "eval", "serve", "cli",
 ]  # fmt: skip
 ALONE = {
-    "matplotlib": {"train"},
+    "matplotlib": {"train", "forecast"},
     "safetensors": {"state", "data", "models", "hf", "train"},
     "fastapi": {"serve"},
     "starlette": {"serve"},

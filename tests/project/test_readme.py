@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 README = Path(__file__).parents[2] / "README.md"
-DOCS = [README.parent / "docs" / name for name in ("evaluation.md", "dna.md", "serving.md")]
+DOCS = [README.parent / "docs" / name for name in ("evaluation.md", "dna.md", "forecasting.md", "serving.md")]
 BLOCKS = [
     pytest.param(block, id=f"{file.name}-{number}")
     for file in (README, *DOCS)

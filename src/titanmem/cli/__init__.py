@@ -18,6 +18,7 @@ VERBS = {
     "keys": "who may use the server",
     "sessions": "list, export, import and delete sessions",
     "eval": "measure a model: perplexity, needle, BABILong, recall, what its memory does",
+    "forecast": "train, test and use forecasters on tables of time series",
     "report": "join evaluations into one page, beside the published numbers",
     "dna": "learn from FASTA and labelled DNA sequences, and classify them",
     "bench": "how fast it is, beside its peers",

@@ -24,6 +24,7 @@ class ModelConfig(KindConfig, ABC):
         "language": "titanmem.models.language:TitansConfig",
         "sequence": "titanmem.models.sequence:SequenceConfig",
         "cnn": "titanmem.models.sequence:CnnConfig",
+        "series": "titanmem.models.series:SeriesConfig",
     }
 
     @abstractmethod

@@ -73,6 +73,7 @@ class RunConfig(KindConfig, ABC):
     KINDS: ClassVar[dict[str, str]] = {
         "language": "titanmem.train.config:TrainConfig",
         "sequence": "titanmem.train.sequence:SequenceRun",
+        "series": "titanmem.train.series:SeriesRun",
     }
     unit: ClassVar[str] = "rows"  # what its speed is counted in
     loss: ClassVar[str] = "loss"  # what its plots call it

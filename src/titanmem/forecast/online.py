@@ -1,0 +1,160 @@
+"""Online forecasting: rows come one by one, the memory goes on learning, and a forecast can be had at any time.
+
+    rows   | 0 … L−1 | L … 2L−1 | 2L …          t |          the stream, cut into windows of L = look_back rows
+                                    |← look-back →| forecast
+            read into the memory    ↑ the last border that leaves a whole look-back
+
+The memory has read every whole window up to that border, each once and normalised by itself, as in training on chains
+of windows. A forecast reads the look-back window with that memory and changes nothing. So what is forecast depends on
+the stream alone, not on how it was cut into calls.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from titanmem.config import require
+from titanmem.data.series import Series, show_time
+from titanmem.forecast.predictor import Predictor
+from titanmem.models.series import Forecaster
+from titanmem.state import ModelState, State, check_same_config
+from titanmem.train.series import MOST_ROWS
+
+
+@dataclass(frozen=True)
+class StreamState(State):
+    """Everything an OnlineForecaster knows about its stream."""
+
+    recent: Tensor  # [C, n] scaled rows since the last window that was read into the memory
+    model: ModelState | None  # None: no window was read yet
+    seen: int = 0  # rows of the stream
+    last: str | None = None  # the newest row's time
+    config: dict[str, Any] | None = None
+
+
+class OnlineForecaster:
+    """A forecaster that reads a stream.
+
+    >>> online = OnlineForecaster(Predictor.open("runs/power"))
+    >>> online.feed(rows)                 # [n, C] in the table's units, n ≥ 0
+    >>> online.forecast()                 # [horizon, C]
+    >>> online.save("power.safetensors"); online = OnlineForecaster.resume(predictor, "power.safetensors")
+    """
+
+    def __init__(self, predictor: Predictor, state: StreamState | None = None) -> None:
+        config = predictor.model.config
+        require(
+            config.learns_online,
+            f"{config.mixer} has no memory that goes on from window to window; train lmm, mac, mag or mal",
+        )
+        self.predictor = predictor
+        if state is None:
+            empty = torch.zeros(len(predictor.columns), 0, device=predictor.device)
+            state = StreamState(empty, None, config=config.to_dict())
+        check_same_config(config.to_dict(), state.config, "go on", "stream")
+        require(
+            len(state.recent) == len(predictor.columns),
+            f"the stream has {len(state.recent)} columns, the model {len(predictor.columns)}",
+        )
+        self.state = state.to(predictor.device)
+
+    @staticmethod
+    def resume(predictor: Predictor, path: str | Path) -> OnlineForecaster:
+        """Go on from what `save` wrote."""
+        return OnlineForecaster(predictor, StreamState.load(path))
+
+    def save(self, path: str | Path) -> None:
+        """The whole stream so far in one file of bounded size."""
+        self.state.save(path)
+
+    @property
+    def ready(self) -> bool:
+        """Whether a whole look-back window was seen."""
+        return self.state.recent.shape[1] >= self.predictor.look_back
+
+    @torch.no_grad()
+    def feed(self, rows: np.ndarray | Tensor, last: str | None = None) -> None:
+        """Read rows [n, C], or one row [C], of which `last` is the newest one's time. A missing value (NaN) takes the
+        one before."""
+        given = np.atleast_2d(np.asarray(rows, dtype=np.float64))
+        columns = self.predictor.columns
+        require(
+            given.ndim == 2 and given.shape[1] == len(columns),
+            f"rows must have the columns {', '.join(columns)}: [rows, {len(columns)}], got {list(given.shape)}",
+        )
+        state = self.state
+        new = torch.from_numpy(self.predictor.scaler.apply(given).astype(np.float32)).to(state.recent)
+        recent = fill_forward(torch.cat([state.recent, new.T], 1))
+        model, length = state.model, self.predictor.look_back
+        while recent.shape[1] >= 2 * length:
+            _, model = self.predictor.model(recent[:, :length].T.unsqueeze(0), state=model)
+            recent = recent[:, length:]
+        self.state = replace(
+            state, recent=recent, model=model, seen=state.seen + len(given), last=last if len(given) else state.last
+        )
+
+    def feed_new(self, series: Series) -> int:
+        """Read the rows of a table that are newer than what was read; returns how many."""
+        times = [show_time(time) for time in series.times]
+        first = 0
+        if self.state.last is not None:
+            require(
+                self.state.last in times,
+                f"the stream stopped at {self.state.last}, which the table does not hold ({times[0]} … {times[-1]}); "
+                "give a table that goes on from there, or start a new stream",
+            )
+            first = times.index(self.state.last) + 1
+        if first < len(times):
+            self.feed(series.choose(self.predictor.columns).values[first:], times[-1])
+        return len(times) - first
+
+    @torch.no_grad()
+    def forecast(self) -> np.ndarray:
+        """The next `horizon` rows [H, C] in the table's units."""
+        require(
+            self.ready,
+            f"a forecast looks back {self.predictor.look_back} rows; {self.state.seen} were read: feed more first",
+        )
+        window = self.state.recent[:, -self.predictor.look_back :].T.unsqueeze(0)
+        out = self.predictor.model(window, state=self.state.model)[0][0]
+        return self.predictor.scaler.undo(out.cpu().double().numpy())
+
+
+def fill_forward(rows: Tensor) -> Tensor:
+    """rows [C, n] with missing values replaced by the last that was there; 0, the mean, where there was none."""
+    gone = rows.isnan()
+    if not bool(gone.any()):
+        return rows
+    place = torch.arange(rows.shape[1], device=rows.device).expand_as(rows).masked_fill(gone, -1).cummax(1).values
+    return torch.where(place >= 0, rows.gather(1, place.clamp(min=0)), 0)
+
+
+@torch.no_grad()
+def online_errors(model: Forecaster, values: Tensor, first: int) -> dict[str, Any]:
+    """Errors of the forecasts that an OnlineForecaster makes before every row from `first` on, reading scaled values
+    [T, C] from their start: what `window_errors` measures with a fresh memory."""
+    c = model.config
+    length, channels = c.look_back, values.shape[1]
+    squares = sizes = 0.0
+    count, state = 0, None
+    for begin in range(0, len(values), length):  # the memory has read all before `begin`
+        start, stop = max(first, begin + length), min(begin + 2 * length, len(values) - c.horizon + 1)
+        origins = torch.arange(start, max(start, stop))
+        for part in origins.split(max(1, MOST_ROWS // channels)) if len(origins) else ():
+            index = part.unsqueeze(1) + torch.arange(-length, c.horizon)
+            rows = values[index.to(values.device)]
+            held = None if state is None else state.rows(torch.arange(len(part) * channels) % channels)
+            difference = (model(rows[:, :length], state=held)[0] - rows[:, length:]).double()
+            squares += difference.square().sum().item()
+            sizes += difference.abs().sum().item()
+            count += len(part)
+        if begin + length <= len(values):
+            state = model(values[begin : begin + length].unsqueeze(0), state=state)[1]
+    total = max(1, count * c.horizon * channels)
+    return {"mse": squares / total, "mae": sizes / total, "windows": count}

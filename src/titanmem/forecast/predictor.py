@@ -1,0 +1,150 @@
+"""A trained forecaster with what it knows about its table: columns, scales, how to read it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from titanmem.config import require
+from titanmem.data.series import Series, check_columns, read_series, show_time
+from titanmem.data.splits import Scaler
+from titanmem.models.base import load
+from titanmem.models.series import Forecaster
+from titanmem.train.config import RunConfig
+from titanmem.train.export import export, read_run
+from titanmem.train.series import SeriesData, SeriesRun, window_errors
+
+BESIDE = "data.json"
+
+
+@dataclass(frozen=True)
+class Predictor:
+    """Forecasts in the units of the table.
+
+    >>> predictor = Predictor.open("runs/power")
+    >>> future = predictor.predict(predictor.read("power.csv"))    # a Series of `horizon` rows
+    """
+
+    model: Forecaster
+    columns: list[str]
+    scaler: Scaler
+    data: SeriesData
+    step: str  # between rows, in words
+
+    @staticmethod
+    def open(folder: str | Path, device: torch.device | str | None = None) -> Predictor:
+        """A folder that titanmem export wrote, or a run of titanmem forecast train (its best checkpoint)."""
+        path = Path(folder)
+        require(path.is_dir(), f"no model at {path}; expected a folder that titanmem forecast train or export wrote")
+        if (path / "checkpoints").exists():
+            path = _exported(path)
+        require((path / BESIDE).exists(), f"{path} has no {BESIDE}; expected a forecaster that titanmem export wrote")
+        where = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        model = load(path, where)
+        require(isinstance(model, Forecaster), f"{path} holds no forecaster ({type(model.config).__name__})")
+        assert isinstance(model, Forecaster)
+        about = json.loads((path / BESIDE).read_text())
+        scaler = Scaler(np.array(about["mean"]), np.array(about["deviation"]))
+        return Predictor(model.eval(), about["columns"], scaler, SeriesData.from_dict(about["data"]), about["step"])
+
+    def read(self, path: str | Path, **how: Any) -> Series:
+        """A table as the model's own was read; `how` overrides settings of `Reading`."""
+        asked = replace(self.data.reading(), columns=tuple(self.columns), **how)
+        return read_series(path, asked)
+
+    @property
+    def look_back(self) -> int:
+        return self.model.config.look_back
+
+    @property
+    def horizon(self) -> int:
+        return self.model.config.horizon
+
+    def scaled(self, series: Series) -> Tensor:
+        """The model's columns of a table, scaled, [T, C] on its device."""
+        check_columns(self.columns, series.columns)
+        values = self.scaler.apply(series.choose(self.columns).values).astype(np.float32)
+        return torch.from_numpy(values).to(self.device)
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+    @torch.no_grad()
+    def predict(self, series: Series, origin: int | None = None) -> Series:
+        """The `horizon` rows after a series, or after its first `origin` rows."""
+        origin = len(series) if origin is None else origin
+        require(
+            origin >= self.look_back,
+            f"a forecast looks back {self.look_back} rows; there are {origin} before {self._place(series, origin)}",
+        )
+        values = self.scaled(series)[origin - self.look_back : origin]
+        out = self.model(values.unsqueeze(0))[0][0].cpu().double().numpy()
+        times = replace(series, times=series.times[:origin]).after(self.horizon)
+        return Series(list(self.columns), self.scaler.undo(out), times, series.time, series.step)
+
+    @staticmethod
+    def _place(series: Series, origin: int) -> str:
+        return "the end" if origin >= len(series) else show_time(series.times[origin])
+
+    def errors(self, series: Series, first: int = 0) -> dict[str, Any]:
+        """Scaled errors of all windows whose forecasts lie in rows from `first` on, each from a fresh memory; and
+        those of repeating the last value."""
+        values = self.scaled(series)[max(0, first - self.look_back) :]
+        found = window_errors(lambda x: self.model(x)[0], values, self.look_back, self.horizon)
+        last = window_errors(lambda x: x[:, -1:].expand(-1, self.horizon, -1), values, self.look_back, self.horizon)
+        return {**found, "last_value": {"mse": last["mse"], "mae": last["mae"]}}
+
+
+def _exported(run: Path) -> Path:
+    """RUN/model: the best checkpoint, exported anew where a later one is better."""
+    config = read_run(run)
+    require(isinstance(config, SeriesRun), f"{run} is no forecasting run (kind {config.kind!r})")
+    found = sorted((run / "checkpoints").glob("step-????????/manifest.json"))
+    require(bool(found), f"{run} has no complete checkpoint yet")
+    target = run / "model"
+    stamp = target / BESIDE
+    if not stamp.exists() or stamp.stat().st_mtime < max(file.stat().st_mtime for file in found):
+        export(run, target, best=_evaluated(config))
+    return target
+
+
+def _evaluated(config: RunConfig) -> bool:
+    """Whether the run's split leaves rows to choose the best checkpoint by."""
+    assert isinstance(config, SeriesRun)
+    return config.data.split[1] > 0
+
+
+def find_origin(series: Series, at: str) -> int:
+    """The row of a time."""
+    times = [show_time(time) for time in series.times]
+    wanted = [row for row, time in enumerate(times) if time == at or time.startswith(at)]
+    require(bool(wanted), f"no row at {at}; the table has {times[0]} … {times[-1]}")
+    return wanted[0]
+
+
+def rolling(predictor: Predictor, series: Series, first: int) -> list[tuple[int, Series]]:
+    """Forecasts made before row `first` and every `horizon` rows later, with their rows."""
+    origins = range(max(first, predictor.look_back), len(series) - predictor.horizon + 1, predictor.horizon)
+    return [(origin, predictor.predict(series, origin)) for origin in origins]
+
+
+def write_rolling(path: Path, made: list[tuple[int, Series]], series: Series) -> None:
+    """Forecasts and the truth, one row per time: origin, time, and for every column the forecast and what came."""
+    import csv
+
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        columns = made[0][1].columns
+        writer.writerow(["origin", series.time, *columns, *(f"{name} (truth)" for name in columns)])
+        truth = series.choose(columns).values
+        for origin, found in made:
+            for row, (time, values) in enumerate(zip(found.times, found.values, strict=True)):
+                cells = [*values.tolist(), *truth[origin + row].tolist()]
+                writer.writerow([show_time(series.times[origin]), show_time(time), *(f"{x:.6g}" for x in cells)])

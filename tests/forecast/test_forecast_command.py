@@ -1,0 +1,125 @@
+"""`titanmem forecast` from a table to forecasts, and its mistakes in one line."""
+
+from __future__ import annotations
+
+import csv
+import json
+
+import numpy as np
+import pytest
+from tables import write_waves
+
+from titanmem.cli import main
+from titanmem.data.series import Reading, read_series
+from titanmem.forecast import Predictor
+
+SMALL = ["model.dim=8", "model.num_layers=1", "data.batch=16", "optim.lr=0.01"]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("forecast")
+    table, run = write_waves(folder / "waves.csv"), folder / "run"
+    words = ["forecast", "train", str(table), "--horizon", "6", "--look-back", "24", "--epochs", "2", "--online"]
+    assert main([*words, "--out", str(run), *SMALL, "data.chain=2"]) == 0
+    return table, run
+
+
+def test_training_leaves_errors_forecasts_and_pictures(trained):
+    _, run = trained
+    found = json.loads((run / "eval" / "eval.json").read_text())
+    assert found["mse"] < 0.5 < found["last_value"]["mse"]
+    assert found["windows"] == found["online"]["windows"] == 44 - 6 + 1
+    assert {path.name for path in (run / "eval").iterdir()} >= {"eval.png", "by_step.png", "forecasts.csv"}
+    rows = list(csv.DictReader((run / "eval" / "forecasts.csv").read_text().splitlines()))
+    assert len(rows) == 7 * 6
+    assert float(rows[0]["a (truth)"]) == pytest.approx(np.sin(2 * np.pi * 176 / 12), abs=0.5)
+
+
+def test_a_forecast_follows_the_table_or_a_time_in_it(trained, tmp_path):
+    table, run = trained
+    assert main(["forecast", "predict", str(run), str(table), "--out", str(tmp_path / "f.csv")]) == 0
+    made, known = read_series(tmp_path / "f.csv"), read_series(table)
+    np.testing.assert_array_equal(made.times, known.after(6))
+    np.testing.assert_array_equal(made.values, Predictor.open(run).predict(known).values)
+    at = ["--at", "2024-01-09 08:00", "--out", str(tmp_path / "at.csv")]
+    assert main(["forecast", "predict", str(run), str(table), *at]) == 0
+    earlier = read_series(tmp_path / "at.csv")
+    assert earlier.times[0] == np.datetime64("2024-01-09T08:00")
+    assert np.abs(earlier.values - known.values[200:206]).mean() < 2
+    assert (tmp_path / "at.png").stat().st_size > 5000
+
+
+def test_an_exported_forecaster_predicts_the_same(trained, tmp_path):
+    table, run = trained
+    assert main(["export", str(run), str(tmp_path / "model"), "--best"]) == 0
+    series = read_series(table)
+    one, other = (Predictor.open(folder).predict(series).values for folder in (run, tmp_path / "model"))
+    np.testing.assert_array_equal(one, other)
+
+
+def test_a_stream_goes_on_from_its_file(trained, tmp_path, capsys):
+    table, run = trained
+    part = write_waves(tmp_path / "part.csv", 150)
+    state = ["--state", str(tmp_path / "s.safetensors")]
+
+    def follow(source, name: str, where) -> np.ndarray:
+        out = tmp_path / name
+        assert main(["forecast", "online", str(run), str(source), *where, "--out", str(out)]) == 0
+        return read_series(out).values
+
+    follow(part, "a.csv", state)
+    second = follow(table, "b.csv", state)
+    assert "70 new rows read, 220 in all" in capsys.readouterr().out
+    np.testing.assert_array_equal(second, follow(table, "c.csv", ["--state", str(tmp_path / "other.safetensors")]))
+
+
+def test_another_table_is_tested_whole(trained, tmp_path):
+    _, run = trained
+    other = write_waves(tmp_path / "other.csv", 60)
+    assert main(["forecast", "eval", str(run), str(other), "--out", str(tmp_path / "eval")]) == 0
+    assert json.loads((tmp_path / "eval" / "eval.json").read_text())["windows"] == 60 - 24 - 6 + 1
+
+
+def test_mistakes_are_one_line(trained, tmp_path, capsys):
+    table, run = trained
+    text = table.read_text().splitlines()
+    words = tmp_path / "words.csv"
+    words.write_text("\n".join([*text[:9], "2024-01-01 08:00:00,high,1", *text[10:]]))
+    twice = tmp_path / "twice.csv"
+    twice.write_text("\n".join([*text[:9], *text[8:]]))
+    other = tmp_path / "other.csv"
+    other.write_text("\n".join(["date,a,c", *text[1:]]))
+    few = write_waves(tmp_path / "few.csv", 20)
+    train, predict = ["forecast", "train"], ["forecast", "predict", str(run)]
+    for arguments, expected in [
+        ([*train, str(words)], "line 10, column 'a': 'high' is not a number"),
+        ([*train, str(twice)], "line 10: the time 2024-01-01 07:00:00 stands in line 9 too"),
+        ([*train, str(tmp_path / "none.csv")], "no table at"),
+        ([*train, str(table), "--columns", "a,z"], "no column 'z'; there are a, b"),
+        ([*train, str(table), "--horizon", "200"], "one training row takes 296"),
+        ([*train, str(table), "--split", "much"], "--split takes three numbers"),
+        ([*train, str(table), "--model", "arima"], "unknown model 'arima'; known: mac"),
+        ([*train, str(table), "model.width=3"], "model has no setting 'width'"),
+        ([*predict, str(other)], "no column 'b'; there are a, c"),
+        ([*predict, str(few)], "looks back 24 rows; there are 20 before the end"),
+        ([*predict, str(table), "--at", "2031"], "no row at 2031; the table has 2024-01-01"),
+        ([*predict, str(table), "--out", "f.txt"], "--out must end in .csv"),
+        (["forecast", "predict", str(tmp_path), str(table)], "has no data.json"),
+        (["forecast", "eval", str(tmp_path / "gone")], "no model at"),
+    ]:
+        assert main(arguments) == 2
+        error = capsys.readouterr().err
+        assert expected in error
+        assert error.count("\n") == 1
+
+
+def test_a_table_is_checked_before_it_is_trained_on(tmp_path, capsys):
+    table = write_waves(tmp_path / "waves.csv")
+    lines = table.read_text().splitlines()
+    table.write_text("\n".join([*lines[:30], *lines[32:]]))
+    assert main(["forecast", "train", str(table), "--horizon", "6", "--look-back", "24", "--dry-run"]) == 0
+    shown = capsys.readouterr().out
+    assert "2 absent rows inserted as missing values" in shown
+    assert '"horizon": 6' in shown
+    assert read_series(table, Reading(irregular="keep")).values.shape == (218, 2)

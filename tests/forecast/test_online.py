@@ -1,0 +1,113 @@
+"""Online forecasting: what is forecast depends on the stream alone, not on how it was cut, stopped or stored."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from tables import predictor, waves
+
+from titanmem.forecast import OnlineForecaster
+from titanmem.forecast.online import online_errors
+
+MEMORIES = ["lmm", "mac", "mag", "mal"]
+
+
+def fed(values: np.ndarray, *cuts: int, mixer: str = "lmm") -> OnlineForecaster:
+    online = OnlineForecaster(predictor(mixer))
+    for part in np.split(values, cuts):
+        online.feed(part)
+    return online
+
+
+@pytest.mark.parametrize("mixer", MEMORIES)
+@pytest.mark.parametrize("cuts", [(1, 12, 13, 40), tuple(range(1, 75))])
+def test_fed_in_pieces_is_fed_at_once(mixer, cuts):
+    values = waves(75).values
+    whole, parts = fed(values, mixer=mixer), fed(values, *cuts, mixer=mixer)
+    np.testing.assert_array_equal(parts.forecast(), whole.forecast())
+    assert parts.state.seen == whole.state.seen == 75
+
+
+@pytest.mark.parametrize("mixer", MEMORIES)
+def test_saved_and_resumed_is_uninterrupted(tmp_path, mixer):
+    values = waves(90).values
+    online = fed(values[:41], mixer=mixer)
+    online.save(tmp_path / "stream.safetensors")
+    resumed = OnlineForecaster.resume(predictor(mixer), tmp_path / "stream.safetensors")
+    for one in (online, resumed):
+        one.feed(values[41:])
+    np.testing.assert_array_equal(resumed.forecast(), online.forecast())
+
+
+def test_a_forecast_changes_nothing():
+    online = fed(waves(60).values)
+    before = online.state
+    np.testing.assert_array_equal(online.forecast(), online.forecast())
+    assert online.state is before
+
+
+def test_the_memory_of_what_lies_before_the_look_back_matters():
+    values = waves(60).values
+    other = values.copy()
+    other[:20] = values[20:40][::-1]
+    assert np.abs(fed(values).forecast() - fed(other).forecast()).max() > 1e-4
+    short = predictor().predict(replace(waves(60), values=values)).values  # window by window sees no difference
+    np.testing.assert_array_equal(short, predictor().predict(replace(waves(60), values=other)).values)
+
+
+def test_before_the_first_window_leaves_the_look_back_it_is_the_plain_forecast():
+    series = waves(23)
+    np.testing.assert_array_equal(fed(series.values).forecast(), predictor().predict(series).values)
+
+
+def test_the_state_does_not_grow():
+    sizes = {fed(waves(rows).values).state.nbytes for rows in (36, 60, 204)}
+    assert len(sizes) == 1
+
+
+def test_errors_are_those_of_forecasts_made_one_by_one():
+    one, series = predictor(), waves(70)
+    scaled = one.scaled(series)
+    online, differences = OnlineForecaster(one), []
+    for row, values in enumerate(series.values):
+        if 20 <= row <= 65:
+            forecast = one.scaler.apply(online.forecast())
+            differences.append(forecast - scaled[row : row + 5].numpy())
+        online.feed(values)
+    found = online_errors(one.model, scaled, 20)
+    assert found["windows"] == len(differences) == 46
+    assert found["mse"] == pytest.approx(np.square(differences).mean(), rel=1e-4)
+    assert found["mae"] == pytest.approx(np.abs(differences).mean(), rel=1e-4)
+
+
+def test_a_missing_value_takes_the_one_before():
+    values = waves(50).values
+    holes, filled = values.copy(), values.copy()
+    holes[30, 1] = np.nan
+    filled[30, 1] = values[29, 1]
+    np.testing.assert_array_equal(fed(holes, 30, 31).forecast(), fed(filled).forecast())
+
+
+def test_only_new_rows_of_a_table_are_read():
+    series = waves(60)
+    online = OnlineForecaster(predictor())
+    assert online.feed_new(replace(series, values=series.values[:40], times=series.times[:40])) == 40
+    assert [online.feed_new(series) for _ in range(2)] == [20, 0]
+    np.testing.assert_array_equal(online.forecast(), fed(series.values).forecast())
+    with pytest.raises(ValueError, match="stopped at 2024-01-03 11:00:00, which the table does not hold"):
+        online.feed_new(replace(series, values=series.values[:40], times=series.times[:40]))
+
+
+def test_mistakes_are_explained(tmp_path):
+    for mixer in ("attention", "dlinear"):
+        with pytest.raises(ValueError, match=f"{mixer} has no memory that goes on"):
+            OnlineForecaster(predictor(mixer))
+    with pytest.raises(ValueError, match="looks back 12 rows; 11 were read"):
+        fed(waves(11).values).forecast()
+    with pytest.raises(ValueError, match=r"the columns a, b: \[rows, 2\], got \[4, 3\]"):
+        OnlineForecaster(predictor()).feed(np.zeros((4, 3)))
+    fed(waves(40).values).save(tmp_path / "lmm.safetensors")
+    with pytest.raises(ValueError, match=r"belongs to another config .*mixer"):
+        OnlineForecaster.resume(predictor("mac"), tmp_path / "lmm.safetensors")

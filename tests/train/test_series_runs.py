@@ -1,0 +1,144 @@
+"""Forecasting runs: epochs become steps, every window counts once, nothing of validation or test reaches training."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from runs import assert_same_weights, losses_of
+
+from titanmem.cli import main
+from titanmem.data.series import Series, write_series
+from titanmem.models.series import SeriesConfig
+from titanmem.train.config import RunConfig
+from titanmem.train.export import load_run
+from titanmem.train.loop import train
+from titanmem.train.metrics import read_metrics
+from titanmem.train.parallel import Ranks
+from titanmem.train.series import SeriesData, SeriesRun, errors_on_test, window_errors
+
+ALONE = Ranks(0, 1, torch.device("cpu"), None)
+
+
+def waves(rows: int = 220, seed: int = 0) -> np.ndarray:
+    noise = np.random.default_rng(seed).normal(0, 0.1, (rows, 2))
+    time = np.arange(rows)[:, None]
+    return np.sin(2 * np.pi * time / [12, 8]) * [1, 5] + [0, 30] + noise
+
+
+@pytest.fixture
+def table(tmp_path):
+    path = tmp_path / "waves.csv"
+    write_series(path, Series(["a", "b"], waves(), np.arange(220), "t"))
+    return path
+
+
+def small_run(table, mixer: str = "lmm", **settings) -> SeriesRun:
+    model = SeriesConfig(look_back=24, horizon=6, mixer=mixer, patch=8, stride=4, dim=8, num_heads=2, num_layers=1)
+    run = SeriesRun(model, SeriesData(path=str(table), time="t", batch=16, epochs=2))
+    return run.change(settings).fit(settings)
+
+
+def test_epochs_become_steps_and_evaluations(table):
+    run = small_run(table, "rlinear", **{"data.batch": 4})
+    assert run.steps == 2 * ((154 - 30 + 1) // 4)
+    assert run.eval_every == (154 - 30 + 1) // 4
+    assert RunConfig.from_dict(run.to_dict()) == run
+    assert small_run(table, steps=7).steps == 7
+
+
+def test_an_epoch_takes_every_training_window_once(table):
+    run = small_run(table, "rlinear", **{"data.batch": 25})
+    source = run.open_source()
+    epoch = [batch for batch, _ in zip(source.batches(0, ALONE), range(5), strict=False)]
+    seen = torch.cat([torch.cat([b["x"], b["y"]], 1) for b in epoch])
+    windows = source.values[:154].unfold(0, 30, 1).transpose(1, 2)
+    key = lambda x: sorted(map(tuple, x[:, :, 0].tolist()))
+    assert key(seen) == key(windows)
+    assert source.count(epoch[0]) == 25 * 6 * 2
+
+
+def test_no_value_of_validation_or_test_reaches_scaler_or_batches(table, tmp_path):
+    other = waves()
+    other[154:] = 1e6
+    write_series(tmp_path / "other.csv", Series(["a", "b"], other, np.arange(220), "t"))
+    mine, theirs = (small_run(path).open_source() for path in (table, tmp_path / "other.csv"))
+    np.testing.assert_array_equal(mine.scaler.mean, theirs.scaler.mean)
+    np.testing.assert_array_equal(mine.scaler.deviation, theirs.scaler.deviation)
+    for a, b, _ in zip(mine.batches(0, ALONE), theirs.batches(0, ALONE), range(20), strict=False):
+        assert torch.equal(a["x"], b["x"])
+        assert torch.equal(a["y"], b["y"])
+
+
+def test_errors_are_those_of_every_window(table):
+    source = small_run(table).open_source()
+    forecast = lambda x: x[:, -1:].expand(-1, 6, -1) * 0.5
+    found = source.errors(forecast, "test", torch.device("cpu"))
+    rows = source.values.double()
+    differences = [rows[t - 1] * 0.5 - rows[t : t + 6] for t in range(220 - 44, 220 - 5)]
+    assert found["windows"] == len(differences) == 39
+    assert found["mse"] == pytest.approx(torch.stack(differences).square().mean().item(), rel=1e-5)
+    assert found["mae"] == pytest.approx(torch.stack(differences).abs().mean().item(), rel=1e-5)
+    assert np.mean(found["by_step"]["mse"]) == pytest.approx(found["mse"])
+
+
+@pytest.mark.parametrize("chain", [1, 2])
+def test_a_resumed_run_is_bitwise_the_run_that_never_stopped(table, tmp_path, chain):
+    run = small_run(table, steps=8, save_every=3, **{"data.chain": chain, "model.dropout": 0.3})
+
+    class Crash(Exception):
+        pass
+
+    def crash(step: int, loss: float) -> None:
+        if step > 4:
+            raise Crash
+
+    straight = losses_of(run, tmp_path / "straight")
+    with pytest.raises(Crash):
+        train(run, tmp_path / "resumed", on_step=crash)
+    assert losses_of(run, tmp_path / "resumed") == straight[3:]
+    assert_same_weights(tmp_path / "straight", tmp_path / "resumed")
+
+
+@pytest.mark.parametrize("mixer", ["lmm", "attention", "rlinear"])
+def test_a_run_learns_and_its_best_checkpoint_is_the_best_evaluation(table, tmp_path, mixer):
+    run = small_run(table, mixer, **{"data.epochs": 4, "optim.lr": 1e-2, "model.dropout": 0.0})
+    found = train(run, tmp_path / "run")
+    held = [line["held_out"] for line in read_metrics(tmp_path / "run" / "metrics.jsonl") if "held_out" in line]
+    assert found["best"]["held_out"] == min(held) < 0.15
+    model, step = load_run(tmp_path / "run", best=True)
+    assert step == found["best"]["step"]
+    source = run.open_source()
+    again = source.errors(lambda x: model.eval()(x)[0], "validation", torch.device("cpu"))
+    assert again["mse"] == pytest.approx(min(held), rel=1e-5)
+    assert errors_on_test(run, model)["mse"] < 0.15
+
+
+def test_without_validation_the_run_goes_to_its_end(table, tmp_path):
+    run = small_run(table, "rlinear", steps=5, **{"data.split": [1.0, 0.0, 0.0]})
+    found = train(run, tmp_path / "run")
+    assert (found["step"], found["best"]) == (5, None)
+
+
+def test_too_few_rows_are_refused_with_their_number(tmp_path):
+    write_series(tmp_path / "short.csv", Series(["a"], waves(40)[:, :1], np.arange(40), "t"))
+    with pytest.raises(ValueError, match=r"has 40 rows, 28 of them to train on; one training row takes 30"):
+        small_run(tmp_path / "short.csv")
+    with pytest.raises(ValueError, match="the validation part has 4 rows, fewer than the horizon of 6"):
+        small_run(tmp_path / "short.csv", **{"data.split": [0.8, 0.1, 0.1]})
+    with pytest.raises(ValueError, match="rlinear has none"):
+        SeriesRun(SeriesConfig(mixer="rlinear"), SeriesData(chain=2))
+
+
+def test_the_usual_commands_work_on_its_runs(table, tmp_path, capsys):
+    run = str(tmp_path / "run")
+    train(small_run(table, steps=3), run)
+    for words in (["train", "--resume", run, "--dry-run"], ["plot", run, "--out", str(tmp_path / "p.png")]):
+        assert main(words) == 0
+    assert main(["export", run, str(tmp_path / "model")]) == 0
+    assert "titanmem forecast predict" in capsys.readouterr().out
+
+
+def test_errors_of_no_window_are_refused():
+    with pytest.raises(ValueError, match="no window fits into 29 rows; it takes look-back 24 \\+ horizon 6"):
+        window_errors(lambda x: x, torch.zeros(29, 1), 24, 6)
