@@ -282,7 +282,7 @@ def draw(records: Sequence[Record], file: Path, metric: str = "mcc") -> None:
         dots = [(place, score) for place, scores in zip(places, values, strict=True) for score in scores]
         axis.plot(*zip(*dots, strict=True), ".", color="black", markersize=3)
     axis.set_xticks(range(len(tasks)), tasks)
-    axis.set(ylabel=f"test {TITLES[metric]}, %", title="GUE: models of equal size, trained from scratch")
+    axis.set(ylabel=f"test {TITLES[metric]}, %", title="GUE, models of equal size")
     axis.legend(frameon=False, fontsize=8, ncols=len(models), loc="upper center", bbox_to_anchor=(0.5, -0.1))
     file.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(file)
