@@ -46,7 +46,7 @@ def forecast_figure(series: Series, forecast: Series, origin: int, look_back: in
 def _date_axis(axis: Any) -> None:
     from matplotlib.dates import AutoDateLocator, ConciseDateFormatter
 
-    locator = AutoDateLocator(maxticks=6)
+    locator = AutoDateLocator(minticks=3, maxticks=8)
     axis.xaxis.set_major_locator(locator)
     axis.xaxis.set_major_formatter(ConciseDateFormatter(locator))
 
