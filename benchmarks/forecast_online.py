@@ -28,7 +28,7 @@ def measure(
     dataset: str, horizon: int, chain: int, seed: int, data: Path, work: Path, epochs: int
 ) -> dict[str, object]:
     """Train a model; test it from a fresh memory, and with one that read all rows since the start of validation."""
-    given = {"data.chain": chain, "data.epochs": epochs, "data.batch": 128}
+    given = {"data.chain": chain, "data.epochs": epochs, "data.batch": 128 // chain}
     config = benchmark_run(dataset, horizon, "lmm", data, seed, given)
     folder = work / f"{dataset}-{horizon}-chain{chain}-seed{seed}"
     found = train(config, folder)

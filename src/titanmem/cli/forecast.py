@@ -95,7 +95,7 @@ def _config(arguments: argparse.Namespace) -> tuple[SeriesRun, Path]:
     settings = {f"data.{name}": value for name, value in data.items()}
     settings |= {"model.horizon": arguments.horizon, "model.look_back": arguments.look_back}
     if arguments.online:
-        settings["data.chain"] = 4
+        settings |= {"data.chain": 4, "data.batch": 64}  # as many windows a step as without
     given = parse_settings(arguments.settings)
     config = series_run(arguments.model).change({**settings, **given}).fit(given)
     name = f"{arguments.table.stem}-{arguments.model}-{config.model.horizon}{'-online' if arguments.online else ''}"

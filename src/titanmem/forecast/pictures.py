@@ -36,7 +36,8 @@ def forecast_figure(series: Series, forecast: Series, origin: int, look_back: in
             _date_axis(axis)
     for axis in axes[len(columns) :]:
         axis.set_axis_off()
-    axes[0].legend(frameon=False, fontsize=8)
+    names = axes[0].get_legend_handles_labels()
+    figure.legend(*names, loc="outside upper right", ncols=len(names[1]), frameon=False, fontsize=8)
     more = len(forecast.columns) - len(columns)
     if more:
         figure.text(0.995, 0.005, f"and {more} more columns", ha="right", fontsize=8, color="0.4")
@@ -46,7 +47,7 @@ def forecast_figure(series: Series, forecast: Series, origin: int, look_back: in
 def _date_axis(axis: Any) -> None:
     from matplotlib.dates import AutoDateLocator, ConciseDateFormatter
 
-    locator = AutoDateLocator(maxticks=6)
+    locator = AutoDateLocator(minticks=3, maxticks=8)
     axis.xaxis.set_major_locator(locator)
     axis.xaxis.set_major_formatter(ConciseDateFormatter(locator))
 
