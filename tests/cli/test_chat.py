@@ -7,6 +7,7 @@ import pty
 import signal
 import subprocess
 import sys
+import time
 from select import select
 
 import pytest
@@ -84,11 +85,17 @@ def test_ctrl_c_stops_the_answer_and_not_the_session(model):
     settings = ["--session", "a", "--tokens", "100000", "--temperature", "0", "--device", "cpu"]
     command = [sys.executable, "-m", "titanmem", "chat", model, *settings]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    child = subprocess.Popen(command, stdin=follower, stdout=follower, stderr=follower, env=environment)
+    heard = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell's background jobs are deaf to it
+    child = subprocess.Popen(
+        command, stdin=follower, stdout=follower, stderr=follower, env=environment, preexec_fn=heard
+    )  # fmt: skip
     os.close(follower)
     seen = b""
 
+    limit = time.monotonic() + 120
+
     def more() -> bytes:
+        assert time.monotonic() < limit, seen
         assert select([leader], [], [], 60)[0], seen
         return os.read(leader, 4096)
 
