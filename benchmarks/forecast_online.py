@@ -32,6 +32,8 @@ def measure(
     config = benchmark_run(dataset, horizon, "lmm", data, seed, given)
     folder = work / f"{dataset}-{horizon}-chain{chain}-seed{seed}"
     found = train(config, folder)
+    if not found["complete"]:
+        raise KeyboardInterrupt
     model = load_run(folder, best=True)[0].eval().to("cuda" if torch.cuda.is_available() else "cpu")
     source = config.open_source()
     begin = source.splits.train
