@@ -132,3 +132,15 @@ class HybridState(State):
 
     window: WindowState
     memory: MemoryState
+
+
+@torch.no_grad()
+def reset_projections(module: nn.Module, num_layers: int) -> None:
+    """Unit scale into and out of the blocks of a model; projections that end in the residual stream shrink with its
+    depth."""
+    shrink = (2 * num_layers) ** -0.5
+    for name, weight in module.named_parameters():
+        if name.endswith(("window.qkv.weight", "mlp.gate.weight", "mlp.up.weight")):
+            nn.init.normal_(weight, std=weight.shape[1] ** -0.5)
+        elif name.endswith(("out.weight", "mlp.down.weight")):
+            nn.init.normal_(weight, std=weight.shape[1] ** -0.5 * shrink)

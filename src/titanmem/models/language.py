@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from titanmem.blocks import Block, BlockConfig, known_blocks, make_block
-from titanmem.blocks.base import Context
+from titanmem.blocks.base import Context, reset_projections
 from titanmem.config import check_counts, check_keys, check_types, require
 from titanmem.layers.neural_memory import MemoryConfig, Probe
 from titanmem.layers.norm import RMSNorm
@@ -174,12 +174,7 @@ class TitansLM(Model):
         projections that end in the stream shrink with depth."""
         nn.init.normal_(self.embedding.weight, std=self.config.dim**-0.5)
         nn.init.normal_(self.head.weight, std=self.config.dim**-0.5)
-        shrink = (2 * self.config.num_layers) ** -0.5
-        for name, weight in self.named_parameters():
-            if name.endswith(("window.qkv.weight", "mlp.gate.weight", "mlp.up.weight")):
-                nn.init.normal_(weight, std=weight.shape[1] ** -0.5)
-            elif name.endswith(("out.weight", "mlp.down.weight")):
-                nn.init.normal_(weight, std=weight.shape[1] ** -0.5 * shrink)
+        reset_projections(self, self.config.num_layers)
         if self.config.tie_embeddings:
             self.head.weight = self.embedding.weight
 

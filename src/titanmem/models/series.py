@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.functional import avg_pool1d, pad, smooth_l1_loss
 
 from titanmem.blocks import BLOCKS, Block, BlockConfig
+from titanmem.blocks.base import Context, reset_projections
 from titanmem.config import check_counts, check_keys, check_types, require
 from titanmem.layers.neural_memory import MemoryConfig
 from titanmem.layers.norm import RMSNorm
@@ -259,19 +260,12 @@ class PatchCore(nn.Module):
     def reset_parameters(self) -> None:
         """As in language models: unit scale into the blocks, and what ends in the stream shrinks with depth. The head
         starts small beside a skip."""
-        shrink = (2 * self.config.num_layers) ** -0.5
-        for name, weight in self.blocks.named_parameters():
-            if name.endswith(("window.qkv.weight", "mlp.gate.weight", "mlp.up.weight")):
-                nn.init.normal_(weight, std=weight.shape[1] ** -0.5)
-            elif name.endswith(("out.weight", "mlp.down.weight")):
-                nn.init.normal_(weight, std=weight.shape[1] ** -0.5 * shrink)
+        reset_projections(self.blocks, self.config.num_layers)
         if self.skip is not None:
             self.head.weight.mul_(0.1)
 
     def forward(self, windows: Tensor, state: ModelState | None, learn: bool) -> tuple[Tensor, ModelState]:
         """windows [R, K, L] → [R, K, H] and the state after the last."""
-        from titanmem.blocks.base import Context
-
         c = self.config
         patches = pad(windows, (0, c.stride), mode="replicate").unfold(-1, c.patch, c.stride)  # [R, K, P, patch]
         x = self.dropout(self.embed(patches) + self.position).flatten(1, 2)
