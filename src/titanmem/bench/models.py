@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,28 +40,43 @@ def training_step(config: TitansConfig, rows: int, length: int, device: torch.de
 
 
 def bench_train(
-    models: Mapping[str, TitansConfig], shapes: Sequence[tuple[int, int]], device: torch.device, repeats: int
+    models: Mapping[str, TitansConfig],
+    shapes: Sequence[tuple[int, int]],
+    device: torch.device,
+    repeats: int,
+    beside: bool = True,
 ) -> Iterator[dict[str, Any]]:
-    """Tokens per second and peak memory of models, and of the peers' models, at rows × length."""
+    """Tokens per second and peak memory of models, and of the peers' models beside them, at rows × length."""
     for rows, length in shapes:
-        for name, config in models.items():
-            work = training_step(config, rows, length, device)
-            timing = interleaved({name: work}, device, repeats)[name]
-            speed = rows * length / timing.median * 1e3
-            yield {
-                "name": name, "rows": rows, "length": length, "parameters": parameters(config),
-                "step_ms": asdict(timing), "tokens_per_s": speed, "peak_gib": peak_gib(work, device),
-                "mfu": 3 * flops_per_token(config, length) * speed / peak_flops(device),
-            }  # fmt: skip
-            del work
-        for name, build in peers.model_steps(rows, length, device).items():
-            work = build()
-            timing = interleaved({name: work}, device, repeats)[name]
-            yield {
-                "name": name, "rows": rows, "length": length, "step_ms": asdict(timing),
-                "tokens_per_s": rows * length / timing.median * 1e3, "peak_gib": peak_gib(work, device),
-            }  # fmt: skip
-            del work
+        builds: dict[str, Callable[[], Work]] = {
+            name: partial(training_step, config, rows, length, device) for name, config in models.items()
+        }
+        builds |= peers.model_steps(rows, length, device) if beside else {}
+        for name, build in builds.items():
+            record = {"name": name, "rows": rows, "length": length, **_measure(build, rows * length, device, repeats)}
+            if name in models and "tokens_per_s" in record:
+                record["parameters"] = parameters(models[name])
+                spent = 3 * flops_per_token(models[name], length) * record["tokens_per_s"]
+                record["mfu"] = spent / peak_flops(device)
+            yield record
+            gc.collect()
+            torch._dynamo.reset()
+
+
+def _measure(build: Callable[[], Work], tokens: int, device: torch.device, repeats: int) -> dict[str, Any]:
+    try:
+        work = build()
+        timing = interleaved({"": work}, device, repeats)[""]
+        peak = peak_gib(work, device, whole=True)
+    except torch.OutOfMemoryError:
+        return {"note": "does not fit into the memory"}
+    return {"step_ms": asdict(timing), "tokens_per_s": tokens / timing.median * 1e3, "peak_gib": peak}
+
+
+def reader(config: TitansConfig, device: torch.device) -> TitansLM:
+    """A model that reads and never trains; in bf16 on a GPU."""
+    model = TitansLM(config).to(device).eval()
+    return model.bfloat16() if device.type == "cuda" else model
 
 
 class DecodeStep:
@@ -74,16 +91,15 @@ class DecodeStep:
 
 @torch.no_grad()
 def bench_decode(
-    names: Sequence[str], contexts: Sequence[int], device: torch.device, repeats: int, piece: int = 4096, **changes: Any
+    models: Mapping[str, TitansConfig], contexts: Sequence[int], device: torch.device, repeats: int, piece: int = 4096
 ) -> Iterator[dict[str, Any]]:
     """Milliseconds per token after reading so much, and what the state then weighs."""
-    for name in names:
-        config = TitansConfig.from_name(name, **changes)
-        model, state, read = TitansLM(config).to(device).eval(), None, 0
+    for name, config in models.items():
+        model, state, read = reader(config, device), None, 0
         for context in sorted(contexts):
             while read < context:
                 ids = torch.randint(0, config.vocab_size, (1, min(piece, context - read)), device=device)
-                _, state = model(ids, state)
+                _, state, _ = model.hidden(ids, state)
                 read += ids.shape[1]
             token = torch.randint(0, config.vocab_size, (1, 1), device=device)
             step = DecodeStep(model, token, state)
@@ -93,15 +109,19 @@ def bench_decode(
 
 
 @torch.no_grad()
-def bench_stream(name: str, tokens: int, piece: int, device: torch.device, **changes: Any) -> Iterator[dict[str, Any]]:
+def bench_stream(
+    models: Mapping[str, TitansConfig], tokens: int, piece: int, device: torch.device
+) -> Iterator[dict[str, Any]]:
     """Read a stream of random tokens in pieces; speed and memory of every piece."""
-    config = TitansConfig.from_name(name, **changes)
-    model, state = TitansLM(config).to(device).eval(), None
-    for read in range(0, tokens, piece):
-        ids = torch.randint(0, config.vocab_size, (1, piece), device=device)
-        begin = time.perf_counter()
-        logits, state = model(ids, state)
-        logits[0, -1, 0].item()  # waits for the device
-        seconds = time.perf_counter() - begin
-        held = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else None
-        yield {"name": name, "read": read + piece, "tokens_per_s": piece / seconds, "peak_gib": held}
+    for name, config in models.items():
+        model = reader(config, device)
+        model.hidden(torch.zeros(1, piece, dtype=torch.int64, device=device))  # kernels are compiled
+        state = None
+        for read in range(0, tokens, piece):
+            ids = torch.randint(0, config.vocab_size, (1, piece), device=device)
+            begin = time.perf_counter()
+            hidden, state, _ = model.hidden(ids, state)
+            hidden[0, -1, 0].item()  # waits for the device
+            seconds = time.perf_counter() - begin
+            held = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else None
+            yield {"name": name, "read": read + piece, "tokens_per_s": piece / seconds, "peak_gib": held}

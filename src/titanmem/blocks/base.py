@@ -35,6 +35,7 @@ class BlockConfig(Config):
     memory_tokens: int | None = None  # MAC: None is one per token, a number is that many from learned queries
     num_persistent: int = 128
     persistent_memory: bool = True  # the memory reads the persistent tokens before the first token
+    inner_residual: bool = True  # MAC and MAL: the first of memory and attention adds to x before the second reads it
     rope_base: float = 10_000.0
 
     def __post_init__(self) -> None:
@@ -100,8 +101,12 @@ class Block(nn.Module):
         if state is None:
             state = self.start(x.shape[0])
         y, state, probe = self.mix(self.norm(x), state, context or Context())
+        return self.close(x, y), state, probe
+
+    def close(self, x: Tensor, y: Tensor) -> Tensor:
+        """The end of the block: what was mixed joins the stream, then the MLP."""
         x = x + y
-        return x + self.mlp(self.mlp_norm(x)), state, probe
+        return x + self.mlp(self.mlp_norm(x))
 
 
 class MemoryPart(nn.Module):

@@ -13,6 +13,7 @@ The second form reads a fixed number of memory tokens per segment with learned q
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -88,6 +89,12 @@ class MACBlock(Block):
         else:
             self.queries = nn.Parameter(torch.randn(config.memory_tokens, c.num_heads, c.width))
 
+    def compile(self, *arguments: Any, **options: Any) -> None:
+        """Segment by segment: one small graph whatever the length, where the whole block would hold every segment."""
+        for name in ("_segment", "close"):
+            setattr(self, name, torch.compile(getattr(self, name), *arguments, **options))
+        self.norm.compile(*arguments, **options)
+
     def start(self, batch: int) -> MACState:
         tail = None
         if self.read_conv is not None:
@@ -145,6 +152,7 @@ class MACBlock(Block):
         held = new if whole else self._append(segment, new, position, context.layout)
         y = self._attend(q, plain_q, held, position)
         y = torch.where(finite, self.window.out(y.flatten(2)), float("nan"))
+        y = x + y if self.config.inner_residual else y
 
         long, memory, probe = self.memory(self.write_norm(y), state.memory, None, context)
         out = self.combine(y, long)

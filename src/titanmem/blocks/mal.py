@@ -32,5 +32,6 @@ class MALBlock(Block):
 
     def mix(self, x: Tensor, state: HybridState, context: Context) -> tuple[Tensor, State, Probe | None]:
         long, memory, probe = self.memory(x, state.memory, self.memory_prefix(), context)
-        short, window = self.window(self.between(long), state.window, prefix=self.prefix(), layout=context.layout)
-        return short, HybridState(window, memory), probe
+        said = x + long if self.config.inner_residual else long
+        short, window = self.window(self.between(said), state.window, prefix=self.prefix(), layout=context.layout)
+        return long + short if self.config.inner_residual else short, HybridState(window, memory), probe

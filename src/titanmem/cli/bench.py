@@ -21,12 +21,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         verb = verbs.add_parser(name, help=summary, description=summary)
         verb.add_argument("--device", default=None, help="cpu or cuda (default: cuda if there is one)")
         verb.add_argument("--repeats", type=int, default=10)
-        verb.add_argument(
-            "--size", default=None, help="of the models: tiny, 170m, 340m, … (default: 340m, tiny on a CPU)"
-        )
         verb.add_argument("--tokens", type=int, default=None, help="most tokens of a row, a context or the stream")
         verb.add_argument("--kernels", action="store_true", help="whole models with the kernels")
         verb.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder for JSON and pictures")
+        if name in _MODELS:
+            verb.add_argument(
+                "models", nargs="*", metavar="MODEL",
+                help="blocks (lmm mac mag mal attention), with the memory's hidden width as in lmm:1 or mac:4",
+            )  # fmt: skip
+            verb.add_argument(
+                "--size", default=None, help="of the models: tiny, 170m, 340m, … (default: 340m, tiny on a CPU)"
+            )
+            verb.add_argument("--layers", type=int, default=None, help="so many layers instead of the size's own")
+        if name == "train":
+            verb.add_argument(
+                "--shapes", default=None, metavar="ROWSxLENGTH,…", help="for instance 8x4096,1x32768 (default: five)"
+            )
+            verb.add_argument("--alone", action="store_true", help="without models of other libraries")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -42,11 +53,12 @@ def run(arguments: argparse.Namespace) -> int:
         print(report.table(rows, {"name": "peer", "pinned": "version", "runs": "runs here", "note": "what it is"}))
         return 0
     device = torch.device(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    size = arguments.size or ("340m" if device.type == "cuda" else "tiny")
     forms: dict[str, str] = {"memory": "triton", "streams": "triton"} if arguments.kernels else {}
     with titanmem.backend(**forms):
-        records = list(tqdm(_RUN[arguments.what](arguments, device, size), unit="result", leave=False))
-    file = report.save(records, arguments.what, arguments.out)
+        records: list[report.Record] = []
+        for record in tqdm(_RUN[arguments.what](arguments, device), unit="result", leave=False):
+            records.append(record)
+            file = report.save(records, arguments.what, arguments.out)  # what was measured stays, whatever comes
     print(report.table(records, _COLUMNS[arguments.what]))
     print(f"\nwritten to {file}", end="")
     if arguments.what in _PICTURES:
@@ -57,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _ops(arguments: argparse.Namespace, device: Any, size: str) -> Iterator[dict[str, Any]]:
+def _ops(arguments: argparse.Namespace, device: Any) -> Iterator[dict[str, Any]]:
     from titanmem.bench.ops import MemoryCase, bench_ops
 
     if device.type == "cuda":
@@ -69,43 +81,68 @@ def _ops(arguments: argparse.Namespace, device: Any, size: str) -> Iterator[dict
     return bench_ops(cases, device, arguments.repeats)
 
 
-def _train(arguments: argparse.Namespace, device: Any, size: str) -> Iterator[dict[str, Any]]:
-    from titanmem.bench.models import bench_train
+def _configs(arguments: argparse.Namespace, device: Any) -> dict[str, Any]:
+    """The models that were asked for, by what the tables call them."""
     from titanmem.blocks import BLOCKS
+    from titanmem.config import require
     from titanmem.models.language import TitansConfig
+
+    size = arguments.size or ("340m" if device.type == "cuda" else "tiny")
+    found = {}
+    for word in arguments.models or _MODELS[arguments.what]:
+        block, _, hidden = word.partition(":")
+        require(
+            block in BLOCKS and (not hidden or hidden.isdigit()),
+            f"MODEL is one of {', '.join(BLOCKS)}, with a hidden width as in lmm:1 if need be; got {word!r}",
+        )
+        changes: dict[str, Any] = {"memory": {"expansion": int(hidden)}} if hidden else {}
+        if arguments.layers:
+            changes["num_layers"] = arguments.layers
+        config = TitansConfig.from_name(f"{block}-{size}", **changes)
+        expansion = config.memory_config().expansion
+        found[f"{block}-{size}" + ("" if block == "attention" else f", hidden {expansion:g}×")] = config
+    return found
+
+
+def _train(arguments: argparse.Namespace, device: Any) -> Iterator[dict[str, Any]]:
+    from titanmem.bench.models import bench_train
+    from titanmem.config import require
 
     most = arguments.tokens or (32_768 if device.type == "cuda" else 512)
     total = most if device.type == "cuda" else 1024
     lengths = [length for length in (256, 512, 2048, 4096, 8192, 16_384, 32_768) if length <= most]
     shapes = [(total // length, length) for length in (lengths[-5:] if device.type == "cuda" else lengths)]
-    models = {f"{block}-{size}": TitansConfig.from_name(f"{block}-{size}") for block in BLOCKS}
-    if device.type == "cuda":
-        models |= {
-            f"{block}-{size}, hidden 1×": TitansConfig.from_name(f"{block}-{size}", memory={"expansion": 1})
-            for block in BLOCKS
-            if block != "attention"
-        }
-    return bench_train(models, shapes, device, arguments.repeats)
+    if arguments.shapes:
+        pairs = [word.split("x") for word in arguments.shapes.split(",")]
+        require(
+            all(len(pair) == 2 and all(part.isdigit() and int(part) > 0 for part in pair) for pair in pairs),
+            f"--shapes are ROWSxLENGTH with commas, for instance 8x4096,1x32768; got {arguments.shapes!r}",
+        )
+        shapes = [(int(rows), int(length)) for rows, length in pairs]
+    return bench_train(_configs(arguments, device), shapes, device, arguments.repeats, not arguments.alone)
 
 
-def _decode(arguments: argparse.Namespace, device: Any, size: str) -> Iterator[dict[str, Any]]:
+def _decode(arguments: argparse.Namespace, device: Any) -> Iterator[dict[str, Any]]:
     from titanmem.bench.models import bench_decode
 
     most = arguments.tokens or (1_048_576 if device.type == "cuda" else 4096)
     contexts = [context for context in (64, 1024, 4096, 16_384, 65_536, 262_144, 1_048_576) if context <= most]
-    return bench_decode(
-        [f"{block}-{size}" for block in ("mac", "mag", "mal", "lmm")], contexts, device, arguments.repeats
-    )
+    return bench_decode(_configs(arguments, device), contexts, device, arguments.repeats)
 
 
-def _stream(arguments: argparse.Namespace, device: Any, size: str) -> Iterator[dict[str, Any]]:
+def _stream(arguments: argparse.Namespace, device: Any) -> Iterator[dict[str, Any]]:
     from titanmem.bench.models import bench_stream
 
     piece = 65_536 if device.type == "cuda" else 2048
     tokens = arguments.tokens or (2_097_152 if device.type == "cuda" else 16_384)
-    return bench_stream(f"mac-{size}", tokens, piece, device)
+    return bench_stream(_configs(arguments, device), tokens, piece, device)
 
 
+_MODELS = {
+    "train": ("lmm:1", "lmm:4", "mac", "mag", "mal", "attention"),
+    "decode": ("lmm", "mac", "mag", "mal"),
+    "stream": ("mac",),
+}
 _RUN = {"ops": _ops, "train": _train, "decode": _decode, "stream": _stream}
 _COLUMNS = {
     "ops": {
@@ -114,7 +151,7 @@ _COLUMNS = {
     },
     "train": {
         "name": "model", "rows": "rows", "length": "length", "tokens_per_s": "tokens/s", "peak_gib": "GiB",
-        "mfu": "MFU",
+        "mfu": "MFU", "note": "",
     },
     "decode": {"name": "model", "context": "context", "token_ms.median": "ms a token", "state_mib": "state MiB"},
     "stream": {"name": "model", "read": "tokens read", "tokens_per_s": "tokens/s", "peak_gib": "GiB"},

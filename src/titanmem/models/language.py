@@ -50,6 +50,7 @@ class TitansConfig(ModelConfig):
     memory_tokens: int | None = None  # MAC: None is one per token; RMT: None is 16
     num_persistent: int = 128
     persistent_memory: bool = True
+    inner_residual: bool = True  # MAC and MAL
     rope_base: float = 10_000.0
     tie_embeddings: bool = True
     summary_id: int | None = None  # a token whose representation alone answers what follows: MAD's compression
@@ -120,6 +121,7 @@ class TitansConfig(ModelConfig):
             memory_tokens=self.memory_tokens,
             num_persistent=self.num_persistent,
             persistent_memory=self.persistent_memory,
+            inner_residual=self.inner_residual,
             rope_base=self.rope_base,
         )
 
