@@ -15,7 +15,7 @@ import shlex
 import statistics
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -128,10 +128,9 @@ def setting_words(run: RunRecord, leave: Sequence[str] = ()) -> list[str]:
     return [f"{name}={json.dumps(value)}" for name, value in run.settings.items() if name not in leave]
 
 
-def other(option: str, found: set[str], usual: Sequence[Any]) -> list[str]:
-    """An option that is needed where not all of the usual things were run."""
-    names = list(map(str, usual))
-    return [] if found == set(names) else [option, ",".join(ordered(found, names))]
+def other(option: str, found: set[Any], usual: Collection[Any]) -> list[str]:
+    """An option that is needed where not all of the usual things were run, or more."""
+    return [] if found == set(usual) else [option, ",".join(map(str, sorted(found)))]
 
 
 class Task(Experiment):
@@ -232,7 +231,7 @@ class Forecast(Experiment):
         for runs in self.models.values():
             levels = [entry["level"] for run in runs for entry in run.levels]
             words = other("--datasets", {level["dataset"] for level in levels}, experiment.DATASETS)
-            words += other("--horizons", {str(level["horizon"]) for level in levels}, experiment.HORIZONS)
+            words += other("--horizons", {level["horizon"] for level in levels}, experiment.HORIZONS)
             words += ["--label", runs[0].label] if runs[0].label else []
             words += ["--set", *setting_words(runs[0])] if runs[0].settings else []
             groups.setdefault(shlex.join(words), []).append(f"{runs[0].model}:{seeds_of(runs)}")
@@ -255,9 +254,9 @@ class Dna(Experiment):
     def commands(self) -> list[str]:
         groups: dict[str, list[str]] = {}
         for runs in self.models.values():
-            words = other("--tasks", {entry["level"]["task"] for run in runs for entry in run.levels}, list(gue.TASKS))
-            words += other("--rates", {str(run.settings["optim.lr"]) for run in runs}, gue.RATES)
-            words += other("--seeds", {str(run.seed) for run in runs}, gue.SEEDS)
+            words = other("--tasks", {entry["level"]["task"] for run in runs for entry in run.levels}, gue.TASKS)
+            words += other("--rates", {run.settings["optim.lr"] for run in runs}, gue.RATES)
+            words += other("--seeds", {run.seed for run in runs}, gue.SEEDS)
             words += ["--label", runs[0].label] if runs[0].label else []
             words += setting_words(runs[0], ["optim.lr"])
             groups.setdefault(shlex.join(words), []).append(runs[0].model)
