@@ -4,7 +4,7 @@
 
 Official splits, three learning rates chosen on dev, three seeds; MCC and accuracy on test. One JSON file per run in
 benchmarks/results/dna; what is there is not run again. `python benchmarks/results.py` puts the table into
-docs/results.md. Needs torch, numpy, safetensors and tqdm, and no installation; matplotlib for the picture.
+docs/results.md. Needs torch, numpy and tqdm, and no installation; matplotlib for the picture.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@
 
 FOLDER holds ETTh1.csv, ETTh2.csv, ETTm1.csv, ETTm2.csv and weather.csv, in folders or not. Every run leaves a JSON file
 in the results' folder; what is there already is not run again. At the end the table beside the published numbers;
-`python benchmarks/results.py` puts it into docs/results.md. Needs torch, numpy, safetensors and tqdm, and no
+`python benchmarks/results.py` puts it into docs/results.md. Needs torch, numpy and tqdm, and no
 installation; matplotlib for the picture.
 """
 

@@ -6,7 +6,7 @@
     python benchmarks/tasks.py --smoke                     # do fla_*-recall run here? three steps each, nothing is kept
 
 Runs whose JSON is there are not repeated. Stopped and started again, a run goes on from its checkpoint. Needs torch,
-numpy, safetensors and tqdm, and no installation: it reads the source beside it.
+numpy and tqdm, and no installation: it reads the source beside it.
 """
 
 from __future__ import annotations

@@ -155,7 +155,7 @@ def clean() -> None:
     """What the job before left in this process: memory of the GPU, and what was compiled for its shapes."""
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()
-    if torch.cuda.is_available():
+    if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
 
