@@ -27,7 +27,7 @@ format: .venv/ready              ## put the code into style
 bench: .venv/peers               ## the memory on this CPU, beside titans-pytorch
 	$(BIN)/python benchmarks/cpu_memory.py
 
-results: .venv/ready             ## docs/results.md and its pictures from the stored runs of benchmarks/tasks.py
+results: .venv/ready             ## docs/results.md and its pictures from the stored runs
 	$(BIN)/python benchmarks/results.py
 
 .venv/ready: pyproject.toml constraints.txt

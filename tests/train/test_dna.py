@@ -13,7 +13,6 @@ from runs import assert_same_weights, losses_of
 from test_kinds import crash_after
 
 from titanmem import TitansConfig
-from titanmem.bench import gue
 from titanmem.cli import main
 from titanmem.data.dna import VOCABULARY, reverse_complement
 from titanmem.data.labelled import read_labelled
@@ -230,31 +229,3 @@ def test_rows_of_one_length_need_no_lengths(tmp_path):
     split = read_labelled(str(tmp_path / "a.csv"), dev=0.0).splits["train"]
     assert set(Rows(split, torch.device("cpu")).take(torch.arange(3))) == {"ids", "labels"}
     assert Rows(split, torch.device("cpu"), 7).take(torch.arange(3))["ids"].shape == (3, 7)
-
-
-def test_the_benchmark_chooses_by_dev_skips_what_exists_and_makes_a_table(tmp_path):
-    place = tmp_path / "gue" / "tf" / "0"
-    place.mkdir(parents=True)
-    for seed, (split, rows) in enumerate({"train": 32, "dev": 20, "test": 20}.items()):
-        write_table(place / f"{split}.csv", rows, seed, ragged=False)
-    said: list[str] = []
-    settings = dict(work=tmp_path / "work", tasks=["tf/0"], models=["cnn"], rates=[1e-3, 1e-2], seeds=[0, 1], steps=2,
-                    batch=8, say=said.append)  # fmt: skip
-    records = gue.run_all(tmp_path, tmp_path / "out", **settings)
-    assert not any("failed" in line for line in said), said
-    files = sorted(path.name for path in (tmp_path / "out").rglob("*.json"))
-    best = records[0]["settings"]["lr"]
-    assert len(files) == 3
-    assert [record["seed"] for record in records] == [0, 1]
-    dev = {
-        r["settings"]["lr"]: r["dev"]["mcc"]
-        for f in (tmp_path / "out").rglob("*seed0.json")
-        if (r := json.loads(f.read_text()))
-    }
-    assert dev[best] == max(dev.values())
-    assert records[0]["results"][0]["level"] == {"task": "tf/0"}
-    assert gue.run_all(tmp_path, tmp_path / "out", **settings) == records
-    assert gue.table(records).splitlines()[2].startswith("| tf/0 | ")
-    gue.draw(records, tmp_path / "gue.png")
-    with pytest.raises(ValueError, match="was run with"):
-        gue.run_all(tmp_path, tmp_path / "out", **{**settings, "steps": 3})

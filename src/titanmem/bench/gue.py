@@ -1,27 +1,24 @@
 """DNA classification on GUE (DNABERT-2): tasks × models × seeds, with the official splits and one budget for all.
 
-Every model is trained with every learning rate of the same grid and seed 0; the rate with the best dev MCC is trained
-with the other seeds. The test split is read with the checkpoint that is best on dev. A run is one JSON file; what is
-there already is not run again, what was stopped goes on.
+Every model is trained with every learning rate of the same grid and the first seed; the rate with the best dev MCC is
+trained with the other seeds. The test split is read with the checkpoint that is best on dev.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import shutil
-import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
-from multiprocessing import get_context
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean
 from typing import Any
 
+from titanmem.bench.job import Job, device
+from titanmem.bench.record import RunRecord, mean_and_deviation, ordered
 from titanmem.config import require
+from titanmem.recipes.dna import classification
+from titanmem.train.config import RunConfig
+from titanmem.train.export import load_run
+from titanmem.train.sequence import SequenceRun, score_split
 
 TASKS = {
     **{f"tf/{number}": f"tf/{number}" for number in range(5)},
@@ -30,250 +27,117 @@ TASKS = {
 MODELS = ("lmm", "mac", "mag", "mal", "attention", "cnn")
 RATES = (5e-4, 1.5e-3, 4e-3)
 SEEDS = (0, 1, 2)
+STEPS = 1500
 TITLES = {"mcc": "MCC", "accuracy": "accuracy", "f1": "F1"}
-Record = dict[str, Any]
+Cells = dict[tuple[str, str], list[float]]
 
 
-@dataclass(frozen=True)
-class Job:
-    """One run."""
+@dataclass(frozen=True, kw_only=True)
+class GueJob(Job):
+    """A model on a task with a learning rate, which is one of the settings."""
 
     task: str
-    model: str
-    lr: float
-    seed: int
-    data: str  # folder of the task
-    results: str
-    work: str  # folder for checkpoints, removed when the run is finished
-    steps: int
-    batch: int
+    data: str  # folder of the tasks
 
     @property
-    def file(self) -> Path:
-        """Where its record goes."""
-        return Path(self.results) / self.task.replace("/", "-") / f"{self.model}-lr{self.lr:g}-seed{self.seed}.json"
+    def experiment(self) -> str:
+        return "dna"
 
-    def record(self) -> Record | None:
-        """What an earlier run found."""
-        if not self.file.exists():
-            return None
-        found: Record = json.loads(self.file.read_text())
-        asked = {"steps": self.steps, "batch": self.batch}
-        held = {name: found["settings"][name] for name in asked}
-        require(
-            held == asked,
-            f"{self.file} was run with {held}, now {asked} are asked for; give the same, or another --out",
-        )
-        return found
+    @property
+    def name(self) -> str:
+        return f"{self.variant}-{self.task.replace('/', '-')}-lr{self.settings['optim.lr']:g}-{self.seed}"
 
+    @property
+    def weight(self) -> float:
+        """The bases of a row, of both strands where both are read."""
+        bases = 300 if self.task == "300_tata" else 70 if self.task.startswith("core") else 2 * 101
+        return bases * (0.25 if self.model == "cnn" else 1)
 
-def run_config(job: Job) -> Any:
-    """The training run of a job. Strands: a factor binds either of them, a promoter has a direction."""
-    from titanmem.recipes.dna import classification
+    @property
+    def steps(self) -> int:
+        return int(self.settings.get("steps", STEPS))
 
-    either = job.task.startswith("tf/")
-    settings = {
-        "optim.lr": job.lr, "seed": job.seed, "steps": job.steps, "data.batch": job.batch, "data.flip": either,
-        "model.both_strands": either, "eval_every": 50, "save_every": job.steps, "log_every": 50, "patience": 10,
-        "keep": 1,
-    }  # fmt: skip
-    return classification(job.model, job.data).change(settings).fit(settings)
+    def config(self) -> SequenceRun:
+        """Strands: a factor binds either of them, a promoter has a direction."""
+        either = self.task.startswith("tf/")
+        settings = {
+            "steps": STEPS, "data.batch": 256, "data.flip": either, "model.both_strands": either, "eval_every": 50,
+            "save_every": self.steps, "log_every": 50, "patience": 10, "keep": 1, **self.settings, "seed": self.seed,
+        }  # fmt: skip
+        return classification(self.model, str(Path(self.data) / TASKS[self.task])).change(settings).fit(settings)
 
+    def measure(self, config: RunConfig, found: dict[str, Any]) -> dict[str, Any]:
+        """Scores on test and dev of the checkpoint that is best on dev."""
+        assert isinstance(config, SequenceRun)
+        model, step = load_run(self.folder, best=True)
+        splits = config.data.open(config.model.classes).splits
+        dev, test = (score_split(model.to(device()).eval(), splits[name]) for name in ("dev", "test"))
+        numbers = {name: test[name] for name in (*TITLES, "loss", "rows", "confusion")}
+        return {
+            "levels": [{"level": {"task": self.task}, **numbers, "chance": 0.0}],
+            "score": "mcc",
+            "metrics": {"dev_mcc": dev["mcc"], "dev_loss": dev["loss"], "best_step": step},
+        }
 
-def run_job(job: Job) -> Record:
-    """Train, choose by dev, read the test split, write the record."""
-    import torch
-
-    import titanmem
-    from titanmem.train.export import load_run
-    from titanmem.train.loop import train
-    from titanmem.train.sequence import score_split
-
-    config, place = run_config(job), Path(job.work) / job.file.relative_to(job.results).with_suffix("")
-    begin, first = time.perf_counter(), [0.0, 0]  # the clock runs from the end of the first step
-
-    def on_step(step: int, loss: float) -> None:
-        if not first[1]:
-            first[:] = [time.perf_counter(), step]
-
-    found = train(config, place, on_step=on_step)
-    require(found["complete"], "stopped; the same command goes on from here")
-    speed = (found["step"] - first[1]) / max(1e-9, time.perf_counter() - first[0]) if first[1] else None
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model, step = load_run(place, best=True)
-    splits = config.data.open(config.model.classes).splits
-    scored = {name: score_split(model.to(device).eval(), splits[name]) for name in ("dev", "test")}
-    record = {
-        "experiment": "dna",
-        "model": job.model,
-        "seed": job.seed,
-        "results": [{"level": {"task": job.task}, "metrics": scored["test"]}],
-        "dev": scored["dev"],
-        "best_step": step,
-        "last_step": found["step"],
-        "parameters": config.model.parameters(),
-        "settings": {"lr": job.lr, "steps": job.steps, "batch": job.batch, "flip": config.data.flip},
-        "seconds": round(time.perf_counter() - begin, 1),
-        "steps_per_s": None if speed is None else round(speed, 2),
-        "machine": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
-        "versions": {"torch": torch.__version__, "titanmem": titanmem.__version__},
-    }
-    job.file.parent.mkdir(parents=True, exist_ok=True)
-    aside = job.file.with_suffix(".part")
-    aside.write_text(json.dumps(record, indent=1) + "\n")
-    aside.replace(job.file)
-    shutil.rmtree(place)
-    return record
+    def brief(self, record: RunRecord) -> str:
+        test = record.levels[0]["mcc"]
+        return f"{record.minutes:.1f} minutes, MCC dev {record.metrics['dev_mcc']:.3f}, test {test:.3f}"
 
 
-@contextmanager
-def _processes(count: int, work: str) -> Iterator[ProcessPoolExecutor | None]:
-    """Processes that run jobs; None for a single one, which is this."""
-    if count == 1:
-        yield None
-        return
-    pool = ProcessPoolExecutor(
-        count, get_context("spawn"), _start_worker, (work, max(1, (os.cpu_count() or 1) // count))
-    )
-    try:
-        yield pool
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-def _results(pool: ProcessPoolExecutor | None, jobs: Sequence[Job]) -> Iterator[tuple[Job, Callable[[], Record]]]:
-    """Every job with a function that returns its record or raises its error, as they finish."""
-    if pool is None:
-        yield from ((job, partial(run_job, job)) for job in jobs)
-        return
-    futures = {pool.submit(run_job, job): job for job in jobs}
-    yield from ((futures[future], future.result) for future in as_completed(futures))
-
-
-def _start_worker(work: str, threads: int) -> None:
-    """What a run says goes to a log of its process; processes share the cores."""
-    import torch
-
-    torch.set_num_threads(threads)
-    log = os.open(Path(work) / f"worker-{os.getpid()}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-
-
-def run_all(
-    data: str | Path,
-    out: str | Path,
-    *,
-    work: str | Path = "runs/gue",
-    tasks: Sequence[str] = tuple(TASKS),
-    models: Sequence[str] = MODELS,
-    rates: Sequence[float] = RATES,
-    seeds: Sequence[int] = SEEDS,
-    steps: int = 1500,
-    batch: int = 256,
-    parallel: int = 1,
-    say: Callable[[str], None] = print,
-) -> list[Record]:
-    """Everything that is not there yet, `parallel` runs at a time in processes of their own; the records of the chosen
-    rates. A run that fails is reported at the end and stops no other."""
-    folder = Path(data) / "gue" if (Path(data) / "gue").is_dir() else Path(data)
+def tasks_in(folder: Path, tasks: Sequence[str]) -> Path:
+    """The folder of the tasks, which may be GUE's own or that around it; they have to be there."""
+    folder = folder / "gue" if (folder / "gue").is_dir() else folder
     for task in tasks:
         require(task in TASKS, f"unknown task {task!r}; known: {', '.join(TASKS)}")
         place = folder / TASKS[task]
         require((place / "train.csv").exists(), f"{place / 'train.csv'} is missing; give the folder of GUE's tasks")
-    Path(work).mkdir(parents=True, exist_ok=True)
-
-    def job(task: str, model: str, lr: float, seed: int) -> Job:
-        return Job(task, model, lr, seed, str(folder / TASKS[task]), str(out), str(work), steps, batch)
-
-    grid = [job(task, model, lr, seeds[0]) for task in tasks for model in models for lr in rates]
-    with _processes(parallel, str(work)) as pool:
-        troubles = _run(pool, grid, "rates", say)
-        best = chosen(grid)
-        rest = [job(task, model, lr, seed) for (task, model), lr in best.items() for seed in seeds[1:]]
-        troubles += _run(pool, rest, "seeds", say)
-    for trouble in troubles:
-        say(f"failed: {trouble}")
-    first = [job(task, model, lr, seeds[0]) for (task, model), lr in best.items()]
-    return [record for one in (*first, *rest) if (record := one.record()) is not None]
+    return folder
 
 
-def _run(pool: ProcessPoolExecutor | None, jobs: Sequence[Job], what: str, say: Callable[[str], None]) -> list[str]:
-    """Run the jobs that have no record; returns what went wrong."""
-    left = [job for job in jobs if job.record() is None]
-    say(f"{what}: {len(jobs) - len(left)} of {len(jobs)} runs are there")
-    begin, troubles = time.perf_counter(), []
-    for number, (job, result) in enumerate(_results(pool, left), 1):
-        name = f"{job.task} {job.model} lr {job.lr:g} seed {job.seed}"
-        try:
-            found = result()
-        except Exception as error:  # one run's trouble is not the others'
-            troubles.append(f"{name}: {type(error).__name__}: {error}")
-            continue
-        spent = time.perf_counter() - begin
-        metrics = found["results"][0]["metrics"]
-        say(
-            f"[{number}/{len(left)}] {name}: MCC dev {found['dev']['mcc']:.3f}, test {metrics['mcc']:.3f}; "
-            f"{found['last_step']} steps, {found['steps_per_s']} a second; "
-            f"{spent / number * (len(left) - number) / 60:.1f} minutes left"
-        )
-    return troubles
+def chosen(records: Sequence[RunRecord]) -> list[RunRecord]:
+    """Of every task and model the runs with the learning rate whose first seed has the best dev MCC; equal ones: the
+    lower rate."""
+    groups: dict[tuple[str, str], list[RunRecord]] = {}
+    for record in sorted(records, key=lambda record: (record.seed, record.settings["optim.lr"])):
+        groups.setdefault((record.levels[0]["level"]["task"], record.variant), []).append(record)
+    kept = []
+    for group in groups.values():
+        best = max((r for r in group if r.seed == group[0].seed), key=lambda record: record.metrics["dev_mcc"])
+        kept += [r for r in group if r.settings["optim.lr"] == best.settings["optim.lr"]]
+    return kept
 
 
-def chosen(grid: Sequence[Job]) -> dict[tuple[str, str], float]:
-    """The learning rate of every task and model with the best dev MCC; equal ones: the lower rate."""
-    found: dict[tuple[str, str], tuple[float, float]] = {}
-    for job in sorted(grid, key=lambda job: job.lr):
-        record = job.record()
-        if record is not None:
-            score = record["dev"]["mcc"]
-            if score > found.get((job.task, job.model), (-2.0, 0.0))[0]:
-                found[job.task, job.model] = (score, job.lr)
-    return {key: lr for key, (_, lr) in found.items()}
-
-
-def by_cell(records: Sequence[Record], metric: str = "mcc") -> dict[tuple[str, str], list[float]]:
-    """Scores in % of all seeds, by model and task."""
-    cells: dict[tuple[str, str], list[float]] = {}
+def by_cell(records: Sequence[RunRecord], metric: str) -> tuple[list[str], list[str], Cells]:
+    """Models, tasks, and the scores in % of all seeds by both."""
+    cells: Cells = {}
     for record in records:
-        for result in record["results"]:
-            key = record["model"], result["level"]["task"]
-            cells.setdefault(key, []).append(100 * result["metrics"][metric])
-    return cells
+        for entry in record.levels:
+            cells.setdefault((record.variant, entry["level"]["task"]), []).append(100 * entry[metric])
+    models, tasks = ordered((model for model, _ in cells), MODELS), ordered((task for _, task in cells), list(TASKS))
+    return models, tasks, cells
 
 
-def table(records: Sequence[Record], metric: str = "mcc") -> str:
-    """Mean ± standard deviation over seeds, a line for every task, as Markdown."""
-    cells = by_cell(records, metric)
-    models = list(dict.fromkeys(model for model, _ in cells))
-    tasks = list(dict.fromkeys(task for _, task in cells))
-
-    def lines() -> Iterator[list[str]]:
-        yield [f"test {TITLES[metric]}, %", *models]
-        for task in tasks:
-            yield [task, *(_shown(cells.get((model, task), [])) for model in models)]
-        means = [[mean(cells[model, task]) for task in tasks if (model, task) in cells] for model in models]
-        yield ["mean", *(f"{mean(found):.1f}" if len(found) == len(tasks) else "–" for found in means)]
-
-    made = list(lines())
-    return "\n".join(["| " + " | ".join(made[0]) + " |", "|" + "---|" * len(made[0]),
-                      *("| " + " | ".join(line) + " |" for line in made[1:])])  # fmt: skip
+def table(records: Sequence[RunRecord], metric: str = "mcc") -> str:
+    """Mean ± deviation over seeds, a line for every task, as Markdown; the best of a line is bold."""
+    models, tasks, cells = by_cell(records, metric)
+    lines = [f"| test {TITLES[metric]}, % | {' | '.join(models)} |", "|---|" + "---|" * len(models)]
+    for task in tasks:
+        found = {model: cells[model, task] for model in models if (model, task) in cells}
+        best = max(map(mean, found.values()))
+        shown = {model: mean_and_deviation(scores, 1) for model, scores in found.items()}
+        shown |= {model: f"**{shown[model]}**" for model, scores in found.items() if mean(scores) == best}
+        lines.append(f"| {task} | {' | '.join(shown.get(model, '') for model in models)} |")
+    means = [[mean(cells[model, task]) for task in tasks if (model, task) in cells] for model in models]
+    whole = [f"{mean(found):.1f}" if len(found) == len(tasks) else "" for found in means]
+    return "\n".join([*lines, f"| mean | {' | '.join(whole)} |"])
 
 
-def _shown(values: Sequence[float]) -> str:
-    if not values:
-        return "–"
-    return f"{mean(values):.1f} ± {stdev(values):.1f}" if len(values) > 1 else f"{values[0]:.1f}"
-
-
-def draw(records: Sequence[Record], file: Path, metric: str = "mcc") -> None:
+def figure(records: Sequence[RunRecord], metric: str = "mcc") -> Any:
     """A bar for every model and task, a dot for every seed."""
     from titanmem.train.plots import new_figure
 
-    cells = by_cell(records, metric)
-    models = list(dict.fromkeys(model for model, _ in cells))
-    tasks = list(dict.fromkeys(task for _, task in cells))
-    figure, (axis,) = new_figure(1, width=1.4 + 1.2 * len(tasks), height=3.6)
+    models, tasks, cells = by_cell(records, metric)
+    drawn, (axis,) = new_figure(1, width=1.4 + 1.2 * len(tasks), height=3.6)
     width = 0.8 / len(models)
     for index, model in enumerate(models):
         places = [place + (index - (len(models) - 1) / 2) * width for place in range(len(tasks))]
@@ -284,5 +148,4 @@ def draw(records: Sequence[Record], file: Path, metric: str = "mcc") -> None:
     axis.set_xticks(range(len(tasks)), tasks)
     axis.set(ylabel=f"test {TITLES[metric]}, %", title="GUE, models of equal size")
     axis.legend(frameon=False, fontsize=8, ncols=len(models), loc="upper center", bbox_to_anchor=(0.5, -0.1))
-    file.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(file)
+    return drawn

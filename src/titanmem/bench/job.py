@@ -1,0 +1,131 @@
+"""One run of an experiment: what is trained, what is measured then, and the JSON that stays."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from titanmem.bench.record import RunRecord, thinned, variant
+from titanmem.bench.timing import machine
+from titanmem.config import require
+from titanmem.train.config import RunConfig
+from titanmem.train.loop import train
+from titanmem.train.metrics import FILE, read_metrics
+from titanmem.train.provenance import provenance
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job(ABC):
+    """One model with one seed."""
+
+    model: str
+    seed: int
+    label: str = ""  # a name for the settings
+    settings: dict[str, Any] = field(default_factory=dict)  # what differs from the experiment's own
+    out: Path  # folder of the JSON
+    runs: Path  # folder of the runs
+    keep: bool = False  # the checkpoints of a finished run
+
+    @property
+    @abstractmethod
+    def experiment(self) -> str: ...
+
+    @property
+    @abstractmethod
+    def name(self) -> str: ...
+
+    @abstractmethod
+    def config(self) -> RunConfig: ...
+
+    @abstractmethod
+    def measure(self, config: RunConfig, found: dict[str, Any]) -> dict[str, Any]:
+        """The record's levels, score and metrics of the trained run in `folder`; `found` is what `train` said."""
+
+    @abstractmethod
+    def brief(self, record: RunRecord) -> str:
+        """Its numbers in a few words."""
+
+    @property
+    def variant(self) -> str:
+        return variant(self.model, self.label)
+
+    @property
+    def file(self) -> Path:
+        return self.out / f"{self.name}.json"
+
+    @property
+    def folder(self) -> Path:
+        return self.runs / self.name
+
+    @property
+    def steps(self) -> int:
+        """As many as there are at most."""
+        return self.config().steps
+
+    @property
+    def weight(self) -> float:
+        """Roughly how long it takes beside others of its experiment."""
+        return 1.0
+
+    def step(self) -> int:
+        """How far it is."""
+        if not (self.folder / FILE).exists():
+            return 0
+        return max((line["step"] for line in read_metrics(self.folder / FILE)), default=0)
+
+    def done(self) -> bool:
+        """Whether its JSON is there; one of other settings is an error."""
+        if not self.file.exists():
+            return False
+        held = RunRecord.read(self.file).settings
+        require(
+            held == self.settings,
+            f"{self.file} was run with other settings ({held or 'none'}, now {self.settings or 'none'}); give these a "
+            "--label, or another --out",
+        )
+        return True
+
+    def run(self, beside: int) -> RunRecord | None:
+        """Train, measure, and write the JSON; None if a signal stopped it."""
+        config, clock = self.config(), self.folder / "minutes"
+        begin, before = time.perf_counter(), float(clock.read_text()) if clock.exists() else 0.0
+        try:
+            found = train(config, self.folder)
+        finally:
+            minutes = before + (time.perf_counter() - begin) / 60
+            if self.folder.is_dir():
+                clock.write_text(f"{minutes}\n")
+        if not found["complete"]:
+            return None
+        lines = read_metrics(self.folder / FILE)
+        record = RunRecord(
+            experiment=self.experiment,
+            model=self.model,
+            seed=self.seed,
+            parameters=config.model.parameters(),
+            steps=found["step"],
+            minutes=round(minutes, 2),
+            label=self.label,
+            settings=self.settings,
+            beside=beside,
+            machine=machine(),
+            commit=provenance()["commit"],
+            curve=thinned([(line["step"], line["loss"]) for line in lines if "loss" in line]),
+            **self.measure(config, found),
+        )
+        record.write(self.file)
+        clock.unlink()
+        if not self.keep:
+            shutil.rmtree(self.folder / "checkpoints", ignore_errors=True)
+        return record
+
+
+def device() -> torch.device:
+    """Where a trained model is measured."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")

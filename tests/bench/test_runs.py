@@ -1,0 +1,233 @@
+"""Tasks, forecasts and DNA leave one JSON of every run; the page shows means over seeds."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import random
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from titanmem.bench import gue
+from titanmem.bench.record import RunRecord, thinned
+from titanmem.bench.script import run_script
+from titanmem.data.series import Series, write_series
+from titanmem.forecast.experiment import HORIZONS, PUBLISHED, cells, table_3
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+SMALL = [
+    "model.dim=32", "model.mlp_width=32", "model.num_layers=1", "model.memory.chunk_len=16", "steps=4",
+    "batch_tokens=512", "eval_every=4", "task.test_rows=4", "data.length=64", 'task.settings={"vocab_size": 32}',
+    'task.stages=[[0, [{"length": 32, "pairs": 4}]]]',
+    'task.tests=[{"length": 64, "pairs": 8}, {"length": 99, "pairs": 8}]',
+]  # fmt: skip
+
+
+def load(name):
+    spec = importlib.util.spec_from_file_location(f"benchmarks_{name}", BENCHMARKS / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+tasks, forecast, dna, results = map(load, ("tasks", "forecast", "dna", "results"))
+
+
+@pytest.fixture
+def command(tmp_path, monkeypatch):
+    def run(*words, script=tasks):
+        places = ["--out", str(tmp_path / "json"), "--runs", str(tmp_path / "runs")]
+        monkeypatch.setattr(sys, "argv", ["tasks.py", *words, *places])
+        return run_script(script.main, "tasks.py")
+
+    return run
+
+
+def test_a_task_leaves_its_json_once_and_other_settings_need_a_label(command, tmp_path, capfd):
+    assert command("window-recall", "--seeds", "0,3", *SMALL) == 0
+    records = RunRecord.all_in(tmp_path / "json")
+    assert [(r.model, r.experiment, r.seed) for r in records] == [("window", "recall", 0), ("window", "recall", 3)]
+    first = records[0]
+    assert [entry["level"]["length"] for entry in first.levels] == [64, 99]
+    assert all(0 <= e["accuracy"] <= 1 and e["stderr"] >= 0 and e["chance"] == 1 / 16 for e in first.levels)
+    assert (first.steps, first.tokens, first.settings["steps"], first.beside) == (4, 2048, 4, 1)
+    assert {path.name for path in (tmp_path / "runs" / "window-recall-0").iterdir()} >= {"log", "metrics.jsonl"}
+    assert not (tmp_path / "runs" / "window-recall-0" / "checkpoints").exists()
+    assert first.curve[-1][0] == 4
+    assert RunRecord.read(tmp_path / "json" / "window-recall-0.json") == first
+
+    before = (tmp_path / "json" / "window-recall-0.json").stat().st_mtime_ns
+    assert command("window-recall", *SMALL) == 0
+    assert (tmp_path / "json" / "window-recall-0.json").stat().st_mtime_ns == before
+    assert command("window-recall", *SMALL, "optim.lr=1e-3") == 2
+    assert "give these a --label" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["chess-recall"], "no task recipe is called 'chess-recall'"),
+        (["lmm-recall", "steps=0"], "steps must be a whole number"),
+        (["lmm-recall", "--seeds", "a"], "--seeds are whole numbers"),
+        (["lmm-recall", 'task.tests=[{"length": 9, "pairs": 8}]'], "length 9 has no room"),
+        (["lmm-needle", 'task.settings={"kind": "n"}'], "is hidden in a text"),
+    ],
+)
+def test_what_is_wrong_is_said_before_the_first_run(command, words, says, capsys, tmp_path):
+    assert command(*words) == 2
+    assert says in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
+
+
+def test_patterns_match_models_and_tasks_apart():
+    assert tasks.matching("*-recall") == [f"{model}-recall" for model in tasks.recipes.MODELS]
+    assert "lmm-mad-recall" in tasks.matching("l*-mad-*")
+    assert tasks.matching("fla_g*-s5") == ["fla_gla-s5", "fla_gated_deltanet-s5"]
+
+
+def test_a_smoke_run_says_what_runs_and_what_does_not(command, capsys, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "fla.layers", None)
+    small = [word for word in SMALL if not word.startswith(("steps", "eval_every"))]
+    assert command("--smoke", "rmt-recall", "fla_gla-recall", *small) == 1
+    out = capsys.readouterr().out
+    assert "ok   rmt-recall" in out
+    assert "FAIL fla_gla-recall: ValueError: fla_gla needs flash-linear-attention" in out
+    assert not (tmp_path / "json").exists()
+
+
+def test_a_forecast_leaves_its_errors_on_test(command, tmp_path, capsys):
+    values = np.sin(np.arange(520)[:, None] / [2.0, 3.0]) + np.random.default_rng(0).normal(0, 0.1, (520, 2))
+    times = np.datetime64("2024-01-01", "us") + np.arange(520) * np.timedelta64(1, "h")
+    write_series(tmp_path / "data" / "ETT-small" / "ETTh1.csv", Series(["a", "b"], values, times, "date"))
+    words = ["--data", str(tmp_path / "data"), "--plan", "rlinear:1", "dlinear:0", "--datasets", "ETTh1"]
+    words += ["--horizons", "96", "--set", "data.split=[300,100,100]", "steps=20", "eval_every=10", "--label", "quick"]
+    assert command(*words, script=forecast) == 0
+    other, run = RunRecord.all_in(tmp_path / "json")
+    assert (run.experiment, run.variant, run.seed, other.model) == ("forecast", "rlinear+quick", 1, "dlinear")
+    (entry,) = run.levels
+    assert (entry["level"], entry["rows"]) == ({"dataset": "ETTh1", "horizon": 96}, 100 - 96 + 1)
+    assert f"{entry['mse']:.3f} / {entry['mae']:.3f}" in capsys.readouterr().out
+    assert command("--show", script=forecast) == 0
+
+
+def errors(model, horizon, mse, seed=0):
+    entry = {"level": {"dataset": "ETTh2", "horizon": horizon}, "mse": mse, "mae": mse / 2, "rows": 9}
+    return RunRecord("forecast", model, seed, 10 * horizon, 30, 0.5, [entry], "mse", machine={"device": "GPU"})
+
+
+def test_means_are_over_all_horizons_and_only_whole_seeds():
+    records = [errors("lmm", h, 0.1 * i, seed) for seed in (0, 1) for i, h in enumerate(HORIZONS, 1 + seed)]
+    records += [errors("lmm", 96, 9.0, seed=2), errors("mac", 96, 0.2)]
+    found = cells(records)
+    np.testing.assert_allclose(found["lmm", "ETTh2", "mean"].mse, [0.25, 0.35])
+    assert ("mac", "ETTh2", "mean") not in found
+    shown = table_3(records).splitlines()
+    assert shown[3].startswith("| ETTh2 | 192 | **0.250 ± 0.071 / 0.125 ± 0.035** |  |")
+    assert "| **0.200 / 0.100** |" in shown[2]
+    theirs = "{:.3f} / {:.3f}".format(*PUBLISHED["Neural Memory"]["ETTh2"])
+    assert f"| ETTh2 | mean | **0.300 ± 0.071 / 0.150 ± 0.035** |  | {theirs} |" in shown[6]
+
+
+def test_dna_chooses_the_rate_by_dev_and_trains_it_with_the_other_seeds(command, tmp_path, capsys):
+    draw = random.Random(0)
+    place = tmp_path / "data" / "gue" / "tf" / "0"
+    place.mkdir(parents=True)
+    for split, rows in {"train": 32, "dev": 20, "test": 20}.items():
+        lines = [f"{''.join(draw.choices('ACGT', k=24))},{number % 2}" for number in range(rows)]
+        (place / f"{split}.csv").write_text("\n".join(["sequence,label", *lines]) + "\n")
+    words = [str(tmp_path / "data"), "--tasks", "tf/0", "--models", "cnn", "--rates", "1e-3,1e-2", "--seeds", "0,1"]
+    words += ["--parallel", "2", "steps=2", "data.batch=8"]
+    assert command(*words, script=dna) == 0
+    records = RunRecord.all_in(tmp_path / "json")
+    first = {run.settings["optim.lr"]: run.metrics["dev_mcc"] for run in records if run.seed == 0}
+    (later,) = [run for run in records if run.seed == 1]
+    best = later.settings["optim.lr"]
+    assert first[best] == max(first.values())
+    assert set(first) == {1e-3, 1e-2}
+    assert [run.seed for run in gue.chosen(records)] == [0, 1]
+    assert later.levels[0]["level"] == {"task": "tf/0"}
+    assert later.levels[0]["rows"] == 20
+    assert "| tf/0 | **" in capsys.readouterr().out
+    assert command(*words, script=dna) == 0
+    assert "2 runs, 2 are there already\n1 runs, 1 are there already" in capsys.readouterr().out
+    assert command(*words, "steps=3", script=dna) == 2
+    assert command(str(tmp_path / "nowhere"), script=dna) == 2
+    assert "give the folder of GUE's tasks" in capsys.readouterr().err
+
+
+def record(model, seed, *scores):
+    levels = [
+        {"level": {"length": 64 * 4**i}, "accuracy": score, "exact": 0.0, "stderr": 0.01, "chance": 0.5, "rows": 9}
+        for i, score in enumerate(scores)
+    ]
+    model, _, label = model.partition("+")
+    return RunRecord("parity", model, seed, 1000, 20, 3.25, levels, label=label, tokens=2_000_000,
+                     machine={"device": "GPU"}, curve=[[10, 2.0], [20, 1.0]])  # fmt: skip
+
+
+def test_the_page_shows_means_over_seeds_in_the_models_order(tmp_path):
+    runs = [record("window", 0, 0.5, 0.6), record("lmm", 0, 1.0, 0.9), record("lmm", 1, 0.9, 0.9)]
+    runs.append(replace(record("lmm+slow", 0, 0.7), settings={"optim.lr": 1e-3}))
+    for run in runs:
+        run.write(tmp_path / "tasks" / f"{run.variant}-parity-{run.seed}.json")
+    found = results.experiments(tmp_path)
+    text = results.page(found, "Opening.\n\n## parity\n\nWhat is asked.\n\n### Seen\n\nWhat was seen.\n")
+    rows = [line for line in text.splitlines() if line.startswith("| ")]
+    assert rows[:5] == [
+        "| length | 64 | 256 |",
+        "| lmm | **95.0 ± 7.1** | **90.0 ± 0.0** |",
+        "| lmm+slow | 70.0 |  |",
+        "| window | 50.0 | 60.0 |",
+        "| *chance* | 50.0 | 50.0 |",
+    ]
+    assert text.index("Opening.") < text.index("What is asked.") < text.index("**95.0") < text.index("What was seen.")
+    assert "python benchmarks/tasks.py lmm-parity --seeds 0 --label slow optim.lr=0.001" in text
+    found[0].figure().savefig(tmp_path / "picture.png")
+
+
+def scored(model, lr, seed, dev, test):
+    entry = {"level": {"task": "tf/1"}, "mcc": test, "accuracy": 0.9, "f1": 0.9, "rows": 9, "chance": 0.0}
+    return RunRecord("dna", model, seed, 400, 1500, 1.0, [entry], "mcc", settings={"optim.lr": lr},
+                     metrics={"dev_mcc": dev}, machine={"device": "GPU"})  # fmt: skip
+
+
+def test_the_page_has_forecasts_and_dna_where_runs_are_stored(tmp_path):
+    for horizon in HORIZONS:
+        errors("lmm", horizon, 0.3).write(tmp_path / "forecast" / f"lmm-{horizon}.json")
+    runs = [scored("cnn", 4e-3, 0, 0.5, 0.9), scored("cnn", 5e-4, 0, 0.6, 0.7), scored("cnn", 5e-4, 1, 0.1, 0.8)]
+    for number, run in enumerate([*runs, scored("lmm", 5e-4, 0, 0.6, 0.4)]):
+        run.write(tmp_path / "dna" / f"{number}.json")
+    found = results.experiments(tmp_path)
+    assert [each.name for each in found] == ["forecast", "dna"]
+    text = results.page(found, "Opening.\n\n## dna\n\nOn GUE.\n")
+    assert "| ETTh2 | mean | **0.300 / 0.150** | 0.336 / 0.382 |" in text
+    assert "| lmm | 960 to 7,200 | 30 |  | 0 | 0.5 | GPU | the recipe’s |" in text
+    assert "python benchmarks/forecast.py --data FOLDER --plan lmm:0 --datasets ETTh2\n" in text
+    assert "On GUE.\n\n| test MCC, % | lmm | cnn |\n|---|---|---|\n| tf/1 | 40.0 | **75.0 ± 7.1** |" in text
+    command = "python benchmarks/dna.py GUE_FOLDER --models"
+    assert f"{command} cnn --tasks tf/1 --rates 0.0005,0.004 --seeds 0,1\n" in text
+    for each in found:
+        assert each.pictured
+        each.figure().savefig(tmp_path / f"{each.name}.png")
+
+
+def test_the_results_page_is_what_the_stored_runs_make():
+    found = results.experiments()
+    assert results.page(found, (results.STORED / "commentary.md").read_text()) == results.PAGE.read_text(), (
+        "run make results"
+    )
+    assert {each.picture for each in found if each.pictured} == set(results.IMAGES.glob("results-*.png"))
+
+
+def test_a_thinned_curve_keeps_its_mean_and_its_end():
+    curve = [(step, float(step)) for step in range(1, 251)]
+    thin = thinned(curve, 100)
+    assert len(thin) <= 100
+    assert thin[-1][0] == 250
+    assert thin[0] == [3, 2.0]
+    assert json.loads(json.dumps(thin)) == thin
