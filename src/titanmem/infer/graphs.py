@@ -91,7 +91,7 @@ class Slots:
         self.model, self.learn = model, learn
         self.device = next(model.parameters()).device
         self._capture = capture or (Graph if self.device.type == "cuda" else Again)
-        self._pool = torch.cuda.graph_pool_handle() if self._capture is Graph else None
+        self._pool = self._new_pool()
         self._blank = self._first()
         self._borders_at = self._find_borders()
         self._trial()
@@ -198,10 +198,15 @@ class Slots:
             into[:count].copy_(x)
         self._steps.clear()
         self._borders.clear()
+        self._pool = self._new_pool()
         self.state, self.ids = state, self._zeros(rows, 1)
         for counts in (*self._at.values(), self._turn):
             counts += [0] * (rows - count)
         self._sitting += [None] * (rows - count)
+
+    def _new_pool(self) -> Any:
+        """Memory that all graphs share, one after the other; it ends with them."""
+        return torch.cuda.graph_pool_handle() if self._capture is Graph else None
 
     def _first(self) -> ModelState:
         """The state before the first token with everything spelled out that later ones have."""
