@@ -13,13 +13,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from threading import Lock
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, TypeVar
 
 import torch
 from torch import Tensor
 
 FORMAT = "titanmem.state"
 VERSION = 1
+S = TypeVar("S", bound="State")
 
 
 @dataclass(frozen=True)
@@ -235,6 +236,9 @@ class PendingWrites(State):
     A decoding step would copy a megabyte to add one row, so the newest state of a stream hands its buffers on: the next
     step claims them and writes its slot in place. The older state shares them and stays what it was, because its
     coefficients of slots it has not reached are 0; `tidy` clears those for whoever reads the buffers themselves.
+
+    Whoever `own`s the writes has no older states: every step writes into the same buffers, and leaves a full chunk to
+    the owner to settle.
     """
 
     inputs: tuple[Tensor, ...]  # L × [B, H, C, I_l]
@@ -245,6 +249,7 @@ class PendingWrites(State):
     _lease: ClassVar[Lease | None] = None  # of the buffers, set by `claim`; no field, so that it is never saved
     _turn: ClassVar[int] = 0
     _filled: ClassVar[int | None] = None  # `offset` of all rows, where it is known without asking the device
+    _owned: ClassVar[bool] = False
 
     def _leased(self, lease: Lease | None, turn: int) -> Self:
         object.__setattr__(self, "_lease", lease)
@@ -261,8 +266,20 @@ class PendingWrites(State):
         """`offset` of all rows, None if they may differ or only the device knows."""
         return self._filled
 
+    def own(self) -> Self:
+        """The same, with nobody but the caller to see the buffers."""
+        object.__setattr__(self, "_owned", True)
+        return self
+
+    @property
+    def owned(self) -> bool:
+        """Whether the buffers are written in place and full chunks left to the owner."""
+        return self._owned
+
     def claim(self) -> PendingWrites:
         """These writes in buffers whose next slots the caller may write: handed over the first time, else copies."""
+        if self._owned:
+            return self
         if self._lease is not None and self._lease.take(self._turn):
             return replace(self)._leased(self._lease, self._turn + 1).known(self._filled)
         held = self.tidy()
@@ -273,13 +290,13 @@ class PendingWrites(State):
         """After the claimed slots were written: one token further."""
         filled = None if self._filled is None else self._filled + 1
         new = PendingWrites(self.inputs, self.errors, mix, self.offset + 1)
-        return new._leased(self._lease, self._turn).known(filled)
+        return new.own() if self._owned else new._leased(self._lease, self._turn).known(filled)
 
     def tidy(self, close: bool = False) -> PendingWrites:
         """The same writes in buffers whose other slots are 0. `close`: and which nobody extends any more."""
         if not torch.compiler.is_compiling():
             lease = self._lease
-            if lease is None or (lease.turn == self._turn and (not close or lease.take(self._turn))):
+            if self._owned or lease is None or (lease.turn == self._turn and (not close or lease.take(self._turn))):
                 return self
         slots = torch.arange(self.inputs[0].shape[2], device=self.offset.device)
         taken = (slots < self.offset.unsqueeze(1))[:, None, :, None]
@@ -437,6 +454,15 @@ class ModelState(State):
         if full.document is None and other.document is not None:
             full = replace(full, document=other.document.new_full((self.batch,), -1))
         return full
+
+
+def parts(state: State, kind: type[S]) -> list[S]:
+    """All states of a kind inside `state`, itself included."""
+    if isinstance(state, kind):
+        return [state]
+    values = [getattr(state, field.name) for field in fields(state)]
+    flat = [item for value in values for item in (value if isinstance(value, tuple) else (value,))]
+    return [found for item in flat if isinstance(item, State) for found in parts(item, kind)]
 
 
 def find_memory(state: State) -> MemoryState | None:

@@ -13,7 +13,7 @@ The second form reads a fixed number of memory tokens per segment with learned q
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +36,8 @@ from titanmem.state import ConvState, MemoryState, State
 
 @dataclass(frozen=True)
 class SegmentState(State):
-    """The unfinished segment of every row."""
+    """The unfinished segment of every row. Whoever `own`s it has no older states: tokens are written into its buffers,
+    and a full segment is left to the owner to close."""
 
     weight: tuple[Tensor, ...]  # the memory's weights at the segment's start
     keys: Tensor  # [B, segment_len, H, D] of x, rotated
@@ -44,6 +45,12 @@ class SegmentState(State):
     memory_keys: Tensor  # of h: [B, segment_len or memory_tokens, H, D]
     memory_values: Tensor
     offset: Tensor  # [B] int64
+
+    owned: ClassVar[bool] = False
+
+    def own(self) -> Self:
+        object.__setattr__(self, "owned", True)
+        return self
 
 
 @dataclass(frozen=True)
@@ -162,7 +169,7 @@ class MACBlock(Block):
 
     def _has_memory_tokens(self, segment: SegmentState) -> bool:
         """Whether the fixed memory tokens of every row's segment were read by an earlier call."""
-        if self.queries is None or torch.compiler.is_compiling():
+        if self.queries is None or segment.owned or torch.compiler.is_compiling():
             return False
         return bool((segment.offset > 0).all())
 
@@ -192,6 +199,7 @@ class MACBlock(Block):
         """Put the new keys and values into their slots of the segment."""
         slots, tokens = self.config.segment_len, new.keys.shape[1]
         batch = new.keys.shape[0]
+        owned = old is not None and old.owned and layout.whole
         real = layout.real(tokens)
         place = position.expand(batch, -1)
         place = place if real is None else torch.where(real, place, slots)  # one slot too many takes the rest
@@ -199,6 +207,8 @@ class MACBlock(Block):
         def seat(before: Tensor | None, now: Tensor) -> Tensor:
             base = now.new_zeros(batch, slots, *now.shape[2:]) if before is None else before.to(now.dtype)
             index = place[:, :, None, None].expand_as(now)
+            if owned:
+                return base.scatter_(1, index, now)
             return pad(base, (0, 0, 0, 0, 0, 1)).scatter(1, index, now)[:, :slots]
 
         offset = new.offset
@@ -210,7 +220,7 @@ class MACBlock(Block):
                 return seat(before, now)
             return torch.where((offset > 0)[:, None, None, None], now, 0)
 
-        return SegmentState(
+        held = SegmentState(
             new.weight,
             seat(old.keys if old else None, new.keys),
             seat(old.values if old else None, new.values),
@@ -218,6 +228,7 @@ class MACBlock(Block):
             seat_memory(old.memory_values if old else None, new.memory_values),
             offset,
         )
+        return held.own() if owned else held
 
     def _attend(self, q: Tensor, plain_q: Tensor, held: SegmentState, position: Tensor) -> Tensor:
         batch = q.shape[0]
@@ -236,7 +247,7 @@ class MACBlock(Block):
 
     def _close(self, state: MACState) -> MACState:
         """Rows whose segment is full start a new one."""
-        if state.segment is None:
+        if state.segment is None or state.segment.owned:
             return state
         full = state.segment.offset >= self.config.segment_len
         if not torch.compiler.is_compiling():

@@ -43,13 +43,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repetition-penalty", type=float, default=1.0)
     parser.add_argument("--seed", type=int, default=None)
     parser.add_argument("--device", default=None, help="cpu, cuda, … (default: cuda if there is one)")
+    parser.add_argument("--no-graphs", action="store_true", help="no CUDA graphs for single tokens")
 
 
 def run(arguments: argparse.Namespace) -> int:
     from titanmem.infer import Engine
     from titanmem.infer.template import ChatTemplate
 
-    with Engine.load(arguments.model, arguments.device) as engine:
+    graphs = False if arguments.no_graphs else None
+    with Engine.load(arguments.model, arguments.device, graphs=graphs) as engine:
         chat = Chat(engine, ChatTemplate.load(arguments.model, engine.words()), arguments)
         try:
             chat.loop()

@@ -21,6 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default=None, help="cpu, cuda, … (default: cuda if there is one)")
     parser.add_argument("--batching", choices=["exact", "stacked"], help="default: exact on a CPU, stacked on a GPU")
     parser.add_argument("--kernels", action="store_true", help="with the GPU kernels")
+    parser.add_argument("--no-graphs", action="store_true", help="no CUDA graphs for single tokens")
     parser.add_argument("--snapshot-bits", type=int, choices=[0, 8], default=0, help="8: smaller snapshots, not exact")
     parser.add_argument("--expire-days", type=float, help="delete sessions that were not used for so long")
     parser.add_argument("--most-sessions", type=int, default=1000, help="of one key (default: 1000)")
@@ -48,6 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     engine = Engine.load(
         arguments.model, arguments.device, batching=arguments.batching, kernels=arguments.kernels,
+        graphs=False if arguments.no_graphs else None,
         **({} if arguments.name is None else {"name": arguments.name}),
     )  # fmt: skip
     folder = arguments.store or Path(arguments.model) / "sessions"

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from titanmem.config import require
 from titanmem.data.tokenizer import TextStream, Tokenizer
-from titanmem.infer.past import Call, Job, Past, Row, alone
+from titanmem.infer.past import Call, Job, Past, Place, alone
 from titanmem.models.generation import Sampling, choose
 from titanmem.state import ModelState
 
@@ -131,7 +131,7 @@ class _Held:
 
     token: Token
     logits: Tensor
-    state: ModelState | Row
+    state: ModelState | Place
     read: int
 
 
@@ -144,7 +144,7 @@ def answering(
 ) -> Job[Answer]:
     """Draw tokens until a stop, the limit or `cancelled`; `emit` gets what is sure, in order."""
     how = wish.sampling
-    state: ModelState | Row = past.model
+    state: ModelState | Place = past.model
     logits, unread, read = past.logits, past.unread, past.read
     seed = how.seed if how.seed is not None else secrets.randbelow(2**31)
     generator = None
@@ -201,11 +201,14 @@ def answering(
             )
         show(new)
         unread = (drawn,)
+        if how.stop:  # only a stop string goes back to an earlier state
+            for waiting in held:
+                waiting.state = alone(waiting.state)
     show(shown.finish())
     return Answer("".join(text), tuple(done), finish, tuple(ids), seed, _after(past, state, logits, unread, read))
 
 
-def _after(past: Past, state: ModelState | Row, logits: Tensor | None, unread: tuple[int, ...], read: int) -> Past:
+def _after(past: Past, state: ModelState | Place, logits: Tensor | None, unread: tuple[int, ...], read: int) -> Past:
     tokens = read + len(unread)
     if tokens == past.tokens:
         return replace(past, model=alone(state), logits=logits, unread=unread)

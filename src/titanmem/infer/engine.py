@@ -7,12 +7,15 @@ between rounds. Batching is
     exact     every session is computed by itself: bit for bit what it would be alone
     stacked   sessions that draw tokens share one forward, their states stacked: several times as many tokens a second,
               equal to rounding
+
+On a GPU single tokens run as CUDA graphs (graphs.py), in both.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import queue
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -29,7 +32,8 @@ import torch
 
 from titanmem.config import require
 from titanmem.data.tokenizer import Tokenizer, find_tokenizer
-from titanmem.infer.past import Call, Job, Past, Result, Row, alone
+from titanmem.infer.graphs import Slots
+from titanmem.infer.past import Call, Job, Past, Place, Result, Row, alone
 from titanmem.models.language import TitansLM
 from titanmem.ops.backend import backend
 from titanmem.state import ModelState
@@ -89,7 +93,8 @@ class Engine:
     >>> print(session.generate(max_new_tokens=40).text)
 
     `piece`: tokens of a text that are read at once. `batching`: "exact" or "stacked"; by itself exact on a CPU, stacked
-    on a GPU. `most_rows` share one forward at most. `kernels`: everything by the GPU kernels.
+    on a GPU. `most_rows` share one forward at most. `kernels`: everything by the GPU kernels. `graphs`: single tokens
+    as CUDA graphs, by itself on a GPU; on a CPU they are the same steps without a graph.
     """
 
     def __init__(
@@ -101,6 +106,7 @@ class Engine:
         batching: str | None = None,
         most_rows: int = 32,
         kernels: bool = False,
+        graphs: bool | None = None,
         name: str = "titanmem",
     ) -> None:
         self.model, self.tokenizer, self.name = model.eval(), tokenizer, name
@@ -111,6 +117,8 @@ class Engine:
         self.piece = piece or default_piece(model)
         require(self.piece >= 1, f"piece must be at least 1, got {piece}")
         self.most_rows = most_rows
+        self.graphs = self.device.type == "cuda" if graphs is None else graphs
+        self._slots: dict[bool, Slots] = {}
         self.work = Work()
         self._forms = {"memory": "triton", "streams": "triton"} if kernels else {}
         self._new: queue.SimpleQueue[_Task[Any] | None] = queue.SimpleQueue()
@@ -235,11 +243,19 @@ class Engine:
     def _compute(self, calls: list[Call]) -> list[Result]:
         first, single = calls[0], len(calls[0].ids) == 1
         self.work.forwards += 1
-        ids = torch.tensor([list(call.ids) for call in calls], device=self.device)
         if single:
             self.work.drawn += len(calls)
         else:
             self.work.read += len(first.ids)
+        if single and self.graphs:
+            try:
+                return self._step(calls)
+            except RuntimeError as error:
+                self.graphs = False
+                self._slots.clear()
+                cause = str(error.__context__ or error).partition("\n")[0]
+                logging.getLogger("titanmem").warning("%s decodes without CUDA graphs: %s", self.name, cause)
+        ids = torch.tensor([list(call.ids) for call in calls], device=self.device)
         state = stack([call.state for call in calls])
         if not first.last and len(calls) == 1:
             _, state, _ = self.model.hidden(ids, state, learn=first.learn)
@@ -250,14 +266,22 @@ class Engine:
             return [Result(logits, state)]
         return [Result(logits[i : i + 1], Row(state, i)) for i in range(len(calls))]
 
+    def _step(self, calls: list[Call]) -> list[Result]:
+        """One token of each."""
+        learn = calls[0].learn
+        if learn not in self._slots:
+            self._slots[learn] = Slots(self.model, learn)
+        logits, seats = self._slots[learn].step([call.ids[0] for call in calls], [call.state for call in calls])
+        return [Result(*result) for result in zip(logits, seats, strict=True)]
 
-def stack(states: Sequence[ModelState | Row]) -> ModelState:
+
+def stack(states: Sequence[ModelState | Place]) -> ModelState:
     """One batch. Rows that were a batch before and still are, in that order, are not copied."""
     if len(states) == 1:
         return alone(states[0])
     parts: list[tuple[ModelState, list[int]]] = []
     for state in states:
-        batch, index = (state.batch, state.index) if isinstance(state, Row) else (state, 0)
+        batch, index = (state.batch, state.index) if isinstance(state, Row) else (alone(state), 0)
         if parts and parts[-1][0] is batch:
             parts[-1][1].append(index)
         else:

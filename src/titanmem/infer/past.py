@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 from torch import Tensor
 
@@ -39,9 +39,17 @@ class Past(State):
         return self.tokens - len(self.unread)
 
 
+class Place(Protocol):
+    """Where a session's state is among others. A call with it may use it up: who wants it for longer takes it out."""
+
+    def alone(self) -> ModelState:
+        """The state by itself."""
+        ...
+
+
 @dataclass(frozen=True)
 class Row:
-    """The state of one row of a batch, cut out when somebody needs it alone."""
+    """One row of a batch."""
 
     batch: ModelState
     index: int
@@ -54,7 +62,7 @@ class Call(NamedTuple):
     """One forward for one session. `last`: the logits behind the last token are wanted."""
 
     ids: Sequence[int]
-    state: ModelState | Row
+    state: ModelState | Place
     learn: bool = True
     last: bool = True
 
@@ -63,15 +71,15 @@ class Result(NamedTuple):
     """What a call gave: logits [1, V] or None, and the state after it."""
 
     logits: Tensor | None
-    state: ModelState | Row
+    state: ModelState | Place
 
 
 Job = Generator[Call, Result, T]
 
 
-def alone(state: ModelState | Row) -> ModelState:
+def alone(state: ModelState | Place) -> ModelState:
     """A state by itself."""
-    return state.alone() if isinstance(state, Row) else state
+    return state if isinstance(state, ModelState) else state.alone()
 
 
 def cut(begin: int, count: int, piece: int) -> list[int]:
@@ -87,7 +95,7 @@ def reading(past: Past, tokens: Sequence[int], piece: int, learn: bool = True) -
     if not tokens:
         return past
     ids = [*past.unread, *tokens]
-    state: ModelState | Row = past.model
+    state: ModelState | Place = past.model
     logits, at = past.logits, 0
     for size in cut(past.read, len(ids), piece):
         part = ids[at : at + size]
@@ -98,7 +106,7 @@ def reading(past: Past, tokens: Sequence[int], piece: int, learn: bool = True) -
 
 def repeating(past: Past, tokens: Sequence[int], learn: bool = True) -> Job[Past]:
     """Go the way of an answer again: its tokens are given, not drawn, and the last of them stays unread."""
-    state: ModelState | Row = past.model
+    state: ModelState | Place = past.model
     logits, unread = past.logits, past.unread
     for token in tokens:
         if unread:

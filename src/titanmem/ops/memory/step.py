@@ -138,6 +138,8 @@ def _coefficients(
 def _fold_full(fast: FastWeights, chunk_len: int) -> FastWeights:
     """Settle the rows whose chunk is full."""
     assert fast.pending is not None
+    if fast.pending.owned:
+        return fast
     if fast.pending.filled is not None:
         return fast.settle() if fast.pending.filled == chunk_len else fast
     full = fast.pending.offset == chunk_len
