@@ -25,6 +25,7 @@ from titanmem.infer.folder import SessionFolder
 from titanmem.infer.inspect import TokenSurprise, surprises
 from titanmem.infer.past import Past, reading
 from titanmem.infer.tokenlog import DRAWN, GIVEN, SETTLED, Record
+from titanmem.infer.trace import Trace, traces
 
 POLICIES = ("learning", "frozen")
 LONGEST = 65_536  # tokens of one record in the log
@@ -258,6 +259,13 @@ class Session:
         with self._gate:
             turn = self._turn
         return surprises(self.engine, turn.before, turn.ids, turn.learn)
+
+    @property
+    def trace(self) -> Trace:
+        """The same as columns."""
+        with self._gate:
+            turn = self._turn
+        return Trace.join(list(traces(self.engine, turn.before, turn.ids, turn.learn)))
 
     def set_policy(self, policy: str) -> None:
         """Learning or frozen from now on."""

@@ -108,7 +108,8 @@ class Append(Request):
     ids: list[Count] | None = None
     policy: Literal["learning", "frozen"] | None = None
     expect: Count | None = None
-    surprise: bool = False
+    surprise: bool = Field(False, description="also tell what each token did")
+    trace: bool = Field(False, description="the same as columns")
 
 
 class Fork(Request):
