@@ -103,8 +103,12 @@ function start() {
     else desk.close();
   });
   const key = byId("key");
-  api.onKey = () => (key.textContent = api.key ? "Forget key" : "Key");
-  api.onKey();
+  key.hidden = !api.key; // until it is known that one is needed
+  api.onKey = () => {
+    key.hidden = false;
+    key.textContent = api.key ? "Forget key" : "Key";
+  };
+  if (api.key) api.onKey();
   key.addEventListener("click", async () => {
     if (api.key) {
       api.key = null;

@@ -36,15 +36,16 @@ export class Asker {
       const { name } = this.desk.info;
       const found = await this.desk.api.post(this.desk.api.session(name, "/compare"), { text, top: Number(byId("top").value) });
       this.asked = name;
-      byId("answers").replaceChildren(...Object.keys(READINGS).map((reading) => this.answer(reading, found[reading])));
+      const most = Math.max(...Object.values(found).flatMap(({ next }) => next.map(({ probability }) => probability)));
+      byId("answers").replaceChildren(...Object.keys(READINGS).map((reading) => this.answer(reading, found[reading], most)));
     } catch (problem) {
       error.textContent = problem.message;
     }
     status.textContent = "";
   }
 
-  answer(reading, { next, entropy, prompt_nll: nll }) {
-    const most = Math.max(...next.map(({ probability }) => probability));
+  // `most` is the longest bar's probability, in all three.
+  answer(reading, { next, entropy, prompt_nll: nll }, most) {
     const rows = next.map(({ id, text, probability }) => {
       const bar = el("i", { "aria-hidden": "true" });
       bar.style.width = `${(100 * probability) / most}%`;

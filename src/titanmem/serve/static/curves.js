@@ -1,5 +1,5 @@
-// Small multiples along the text: one panel per number, one line per layer. Where a pixel holds many tokens the line is
-// their mean and the band behind it reaches from the lowest to the highest.
+// Small multiples along the text: one panel per number, one line per layer. Where there are more tokens than the eye can
+// tell apart the line is their mean, and the band behind it reaches from the lowest to the highest.
 
 import { brief, count, el } from "./dom.js";
 import { stretches } from "./trace.js";
@@ -14,11 +14,20 @@ const PANELS = [
   { name: "loss", title: "memory’s loss", about: "before the token is learnt", zero: true },
 ];
 const COLOURS = 6;
-const GUTTER = 46, TOP = 15, GAP = 9, RIGHT = 8, BOTTOM = 18;
+const GUTTER = 48, TOP = 15, GAP = 9, RIGHT = 8, BOTTOM = 18;
 const SHORTEST = 24; // tokens in view
 
 export function layerColour(style, position) {
   return style.getPropertyValue(`--layer-${position % COLOURS}`).trim();
+}
+
+// What a panel's scale must hold: all means, and nearly all of the bands, so that one token does not flatten the rest.
+function reach(lines) {
+  const known = (arrays) => arrays.flatMap((array) => Array.from(array).filter((value) => !Number.isNaN(value))).sort((a, b) => a - b);
+  const means = known(lines.map(({ mean }) => mean));
+  const low = known(lines.map(({ low }) => low)), high = known(lines.map(({ high }) => high));
+  const nearly = (values, share) => values[Math.round(share * (values.length - 1))];
+  return [Math.min(means[0], nearly(low, 0.02)), Math.max(means.at(-1), nearly(high, 0.98))];
 }
 
 export class Curves {
@@ -138,18 +147,13 @@ export class Curves {
 
   drawPanel(pen, panel, box, style, quiet) {
     const [from, to] = this.view;
-    const bins = Math.max(1, Math.min(Math.floor(box.width), to - from));
+    const bins = Math.max(1, Math.min(Math.floor(box.width / 3), to - from));
     const lines = this.trace.columns(panel.name)
       .map((column, position) => ({ position, ...stretches(column, from, to, bins) }))
       .filter(({ position }) => panel.name === "nll" || this.shown.has(position));
-    let least = panel.zero ? 0 : Infinity, most = -Infinity;
-    for (const { low, high } of lines) {
-      for (let bin = 0; bin < bins; bin++) {
-        if (low[bin] < least) least = low[bin];
-        if (high[bin] > most) most = high[bin];
-      }
-    }
+    let [least, most] = reach(lines);
     if (!Number.isFinite(least) || !Number.isFinite(most)) return;
+    if (panel.zero) least = Math.min(0, least);
     if (most - least < 1e-9 * Math.max(1, Math.abs(most))) [least, most] = [least - 0.5, most + 0.5];
     const x = (bin) => box.x + ((bin + 0.5) / bins) * box.width;
     const y = (value) => box.y + box.height * (1 - (value - least) / (most - least));
@@ -157,6 +161,10 @@ export class Curves {
     pen.textAlign = "right";
     pen.fillText(brief(most), box.x - 5, box.y + 9);
     pen.fillText(brief(least), box.x - 5, box.y + box.height);
+    pen.save();
+    pen.beginPath();
+    pen.rect(box.x, box.y, box.width, box.height);
+    pen.clip();
     pen.lineJoin = "round";
     for (const { position, low, high, mean } of lines) {
       const colour = panel.name === "nll" ? style.getPropertyValue("--ink") : layerColour(style, position);
@@ -180,8 +188,8 @@ export class Curves {
         open = known;
       }
       pen.stroke();
-      pen.setLineDash([]);
     }
+    pen.restore();
   }
 
   // The curves as a picture, twice as fine, with a legend.

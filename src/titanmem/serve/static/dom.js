@@ -26,11 +26,19 @@ export function count(number) {
   return number.toLocaleString("en");
 }
 
-// Four decimals, so that columns line up; powers of ten where those would say nothing.
+// Five digits at most, which is what travels; powers of ten where those would say nothing.
 export function decimal(number) {
   if (number == null || Number.isNaN(number)) return "–";
   const size = Math.abs(number);
-  return size !== 0 && (size < 0.001 || size >= 10000) ? number.toExponential(2) : number.toFixed(4);
+  if (size !== 0 && (size < 0.001 || size >= 10000)) return number.toExponential(2);
+  return number.toFixed(size < 10 ? 4 : size < 100 ? 3 : 2);
+}
+
+// A column of a table: the same number of decimals in every row, as many as its largest needs for five digits.
+export function aligned(numbers) {
+  const most = Math.max(...numbers.map((number) => Math.abs(number || 0)));
+  const decimals = Math.max(0, Math.min(7, most ? 4 - Math.floor(Math.log10(most)) : 0));
+  return numbers.map((number) => (number == null || Number.isNaN(number) ? "–" : number.toFixed(decimals)));
 }
 
 // For axes.
@@ -38,7 +46,7 @@ export function brief(number) {
   if (number == null || !Number.isFinite(number)) return "";
   const size = Math.abs(number);
   if (size !== 0 && (size < 0.001 || size >= 10000)) return number.toExponential(1);
-  return String(Number(number.toPrecision(3)));
+  return String(Number(number.toPrecision(size < 0.01 ? 2 : 3)));
 }
 
 export function saveFile(name, blob) {

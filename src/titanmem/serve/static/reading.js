@@ -1,7 +1,7 @@
 // A text that was read: its tokens, the curves along them, and the numbers of the token under the cursor. The server's
 // page and the report show the same.
 
-import { count, decimal, el, saveFile, spelt } from "./dom.js";
+import { aligned, brief, count, decimal, el, saveFile, spelt } from "./dom.js";
 import { bulk, FIELDS } from "./trace.js";
 import { LEVELS, TextPane } from "./text.js";
 import { Curves } from "./curves.js";
@@ -91,8 +91,8 @@ export class Reading {
     const column = { surprise: this.trace.mean, nll: this.trace.nll }[this.shade.value] ?? this.meanChange();
     const [low, high] = bulk(column);
     const step = (high - low) / LEVELS || 1;
-    this.low.textContent = this.trace.length ? decimal(low) : "";
-    this.high.textContent = this.trace.length ? decimal(high) : "";
+    this.low.textContent = this.trace.length ? brief(low) : "";
+    this.high.textContent = this.trace.length ? brief(high) : "";
     this.text.shade((place) => {
       const value = column.data[place];
       return Number.isNaN(value) ? 0 : Math.max(0, Math.min(LEVELS - 1, Math.floor((value - low) / step)));
@@ -129,10 +129,9 @@ export class Reading {
     const fact = (label, value) => el("span", {}, `${label} `, el("b", {}, value));
     this.head.replaceChildren(el("code", {}, name), fact("token", count(trace.start + cursor)), fact("id", String(trace.ids[cursor])),
       fact("−log p", decimal(nll)), fact("p", chance));
-    this.body.replaceChildren(...trace.layers.map((layer, position) => {
-      const numbers = FIELDS.map((field) => el("td", {}, decimal(trace.fields[field][position].data[cursor])));
-      return el("tr", {}, el("th", { scope: "row", class: `l${position % 6}` }, String(layer)), ...numbers);
-    }));
+    const columns = FIELDS.map((field) => aligned(trace.fields[field].map((column) => column.data[cursor])));
+    this.body.replaceChildren(...trace.layers.map((layer, position) =>
+      el("tr", {}, el("th", { scope: "row", class: `l${position % 6}` }, String(layer)), ...columns.map((column) => el("td", {}, column[position])))));
     slider.setAttribute("aria-valuenow", cursor);
     slider.setAttribute("aria-valuetext",
       `token ${trace.start + cursor} ${name}, surprise ${decimal(trace.mean.data[cursor])}, −log p ${decimal(nll)}`);

@@ -1,6 +1,6 @@
 // Sessions as a tree of forks, what can be done to the open one, and how far two are apart.
 
-import { brief, byId, count, decimal, el } from "./dom.js";
+import { aligned, brief, byId, count, el } from "./dom.js";
 
 export class Sessions {
   // `sure(text, yes)` asks before something is lost.
@@ -49,12 +49,15 @@ export class Sessions {
     }));
     const empty = el("p", { class: "quiet" }, "There is none yet. Create one here, or read a text: it makes its own.");
     byId("tree").replaceChildren(desk.tree.length ? list(desk.tree) : empty);
-    const { names } = desk;
-    [["one", 0], ["other", 1]].forEach(([id, number]) => {
-      const before = byId(id).value;
-      byId(id).replaceChildren(...names.map((name) => el("option", { value: name }, name)));
-      byId(id).value = names.includes(before) ? before : names[Math.min(number, names.length - 1)] ?? "";
-    });
+    const { names } = desk, [one, other] = [byId("one"), byId("other")];
+    for (const choice of [one, other]) {
+      const before = choice.value;
+      choice.replaceChildren(...names.map((name) => el("option", { value: name }, name)));
+      choice.value = names.includes(before) ? before : names[0] ?? "";
+    }
+    if (one.value === other.value && names.length > 1) {
+      other.value = [desk.info?.name, ...names].find((name) => name && name !== one.value);
+    }
   }
 
   showDetail() {
@@ -125,14 +128,15 @@ function apart(one, other, layers) {
     ...matrices.map(({ weight }, number) => ({ title: `matrix ${number}`, ...weight })),
   ]).map((row) => ({ ...row, relative: row.norm ? row.difference / row.norm : 0 }));
   const most = Math.max(...rows.map(({ relative }) => relative)) || 1;
+  const columns = ["relative", "norm", "other_norm", "difference", "cosine"].map((key) => aligned(rows.map((row) => row[key])));
   const heads = ["", "", "‖A − B‖ / ‖A‖", "‖A‖", "‖B‖", "‖A − B‖", "cosine"];
   const table = el("table", { class: "apart" },
     el("caption", {}, `Weights of ${one} (A) and ${other} (B)`),
     el("thead", {}, el("tr", {}, ...heads.map((head) => el("th", { scope: "col" }, head)))),
-    el("tbody", {}, ...rows.map((row) => {
+    el("tbody", {}, ...rows.map((row, place) => {
       const bar = el("i", { "aria-hidden": "true" });
       bar.style.width = `${(100 * row.relative) / most}%`;
-      const numbers = [row.relative, row.norm, row.other_norm, row.difference, row.cosine].map((value) => el("td", {}, decimal(value)));
+      const numbers = columns.map((column) => el("td", {}, column[place]));
       return el("tr", { class: row.whole ? "whole" : "part" }, el("th", { scope: "row" }, row.title), el("td", { class: "chart" }, el("span", { class: "bar-of" }, bar)), ...numbers);
     })));
   return el("div", { class: "scroll", role: "region", "aria-label": "How far the memories are apart", tabindex: 0 }, table);

@@ -1,0 +1,446 @@
+"""Every function of the inspector, in a browser, against a real server."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+from contextlib import closing
+from urllib.request import Request, urlopen
+
+import pytest
+
+pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install playwright, or titanmem[dev]")
+from conftest import PHONE  # noqa: E402
+from playwright.sync_api import expect  # noqa: E402
+from steps import TEXT, fork, make, narrow, read, sure, tab  # noqa: E402
+
+from serve.server import serving  # noqa: E402
+
+pytestmark = pytest.mark.browser
+
+
+def ask(address: str, path: str, given=None):
+    data = None if given is None else json.dumps(given).encode()
+    with closing(urlopen(Request(address + path, data, {"Content-Type": "application/json"}), timeout=30)) as answer:
+        return json.load(answer)
+
+
+def numbers(page) -> list[list[str]]:
+    """The table of the token under the cursor."""
+    return [row.locator("td").all_text_contents() for row in page.locator(".numbers tbody tr").all()]
+
+
+def test_a_text_streams_in_and_is_shaded(page):
+    pieces = []
+    page.on("request", lambda request: pieces.append(request.post_data_json) if "/append" in request.url else None)
+    read(page, TEXT * 3)
+    assert "".join(piece["text"] for piece in pieces) == TEXT * 3
+    assert len(pieces) > 1
+    assert page.locator(".text").text_content() == TEXT * 3
+    expect(page.locator("#about")).to_have_text(f"{len(TEXT) * 3:,} tokens")
+    tokens = page.locator(".t")
+    assert tokens.count() >= 100
+    colours = page.evaluate("() => new Set([...document.querySelectorAll('.t')].map(t => getComputedStyle(t).backgroundColor)).size")
+    assert colours > 3
+    by_surprise = page.locator(".t").nth(50).get_attribute("class")
+    classes = [by_surprise]
+    for name in ("−log p", "weight change"):
+        page.get_by_label("Shade by").select_option(label=name)
+        classes.append("".join(page.locator(".t").evaluate_all("all => all.map(t => t.className)")))
+    assert len(set(classes)) == 3
+
+
+def test_the_cursor_tells_what_the_server_tells(page, server):
+    read(page, "The cat sat on the mat.")
+    name = page.locator("#session").input_value()
+    seen = ask(server[1], f"/v1/sessions/{name}/surprise")["tokens"]
+    page.locator(".t").nth(8).hover()
+    expect(page.locator(".token code")).to_have_text(seen[8]["text"])
+    expect(page.locator(".t.at")).to_have_count(1)
+    layer = seen[8]["layers"][1]
+    wanted = [layer[name] for name in ("surprise", "change", "step", "momentum", "forget", "loss")]
+    assert [float(x) for x in numbers(page)[1]] == pytest.approx(wanted, rel=1e-3, abs=1e-5)
+    curves = page.get_by_role("slider", name="Place in the text")
+    box = curves.bounding_box()
+    page.mouse.move(box["x"] + box["width"] - 10, box["y"] + 60)
+    expect(curves).to_have_attribute("aria-valuenow", "22")
+    places = [("ArrowLeft", 21), ("ArrowRight", 22), ("Home", 0), ("ArrowRight", 1), ("Shift+ArrowRight", 11),
+              ("PageUp", 8), ("PageDown", 11), ("ArrowDown", 21), ("ArrowUp", 11), ("End", 22)]  # fmt: skip
+    curves.focus()
+    for key, place in places:
+        page.keyboard.press(key)
+        expect(curves).to_have_attribute("aria-valuenow", str(place))
+    assert re.match(r"token 22 \., surprise [\d.]+, −log p [\d.]+", curves.get_attribute("aria-valuetext"))
+    page.get_by_label("layer 0").uncheck()
+    page.get_by_label("layer 0").check()
+
+
+def test_up_and_down_move_by_lines_in_the_text(page):
+    read(page, "one two\nthree four\nfive six")
+    page.locator(".text").focus()
+    for key in ("Home", "ArrowDown", "ArrowDown"):
+        page.keyboard.press(key)
+    expect(page.locator(".token code")).to_have_text("f")
+    expect(page.locator(".token b").first).to_have_text("19")
+    page.keyboard.press("ArrowUp")
+    expect(page.locator(".token b").first).to_have_text("8")
+
+
+def test_the_curves_zoom_and_differ(page):
+    read(page)
+    picture = lambda: page.locator(".curves canvas").screenshot()
+    page.locator(".t").nth(200).hover()
+    page.mouse.move(0, 0)
+    pictures = [picture()]
+    for name in ("See less of the text, larger", "See less of the text, larger", "See more of the text", "See the whole text"):
+        page.get_by_role("button", name=name).click()
+        page.mouse.move(0, 0)
+        page.wait_for_timeout(60)
+        pictures.append(picture())
+    assert pictures[0] == pictures[4]
+    assert pictures[1] == pictures[3]
+    assert len(set(pictures)) == 3
+    page.get_by_label("layer 1").uncheck()
+    page.wait_for_timeout(60)
+    assert picture() != pictures[0]
+
+
+def test_reading_stops_and_goes_on_and_loses_nothing(page):
+    text = TEXT * 20
+    page.get_by_label("Text to read", exact=True).fill(text)
+    page.get_by_role("button", name="Read", exact=True).click()
+    expect(page.locator("#status")).to_contain_text("characters")
+    page.get_by_role("button", name="Stop").click()
+    go_on = page.get_by_role("button", name="Go on")
+    go_on.wait_for()
+    some = page.locator(".text").text_content()
+    assert text.startswith(some)
+    assert 0 < len(some) < len(text)
+    go_on.click()
+    page.keyboard.press("Escape")
+    go_on.wait_for()
+    more = page.locator(".text").text_content()
+    assert text.startswith(more)
+    assert len(more) > len(some)
+    page.get_by_role("button", name="Discard the rest").click()
+    expect(go_on).to_have_count(0)
+    read(page, " the end")
+    assert page.locator(".text").text_content() == more + " the end"
+
+
+def test_files_are_opened_and_dropped_and_only_texts_taken(page):
+    source = page.get_by_label("Text to read", exact=True)
+    page.locator("#file").set_input_files({"name": "a.txt", "mimeType": "text/plain", "buffer": "from a file: é€😀".encode()})
+    expect(source).to_have_value("from a file: é€😀")
+    page.locator("#file").set_input_files({"name": "b.bin", "mimeType": "x/y", "buffer": b"\0\1"})
+    expect(page.locator("#reader-error")).to_contain_text("b.bin is not a text")
+    page.evaluate("""() => {
+        const carried = new DataTransfer();
+        carried.items.add(new File(["dropped"], "c.txt"));
+        const event = (name) => new DragEvent(name, { dataTransfer: carried, bubbles: true, cancelable: true });
+        for (const name of ["dragover", "drop"]) document.querySelector("#source").dispatchEvent(event(name));
+    }""")
+    expect(source).to_have_value("dropped")
+    source.fill("")
+    page.get_by_role("button", name="Read", exact=True).click()
+    expect(page.locator("#reader-error")).to_contain_text("There is nothing to read")
+    read(page, "é€😀")
+    assert page.locator(".text").text_content() == "é€😀"
+    expect(page.locator("#about")).to_have_text("9 tokens")
+
+
+def test_a_frozen_memory_does_not_change(page):
+    page.get_by_label("learn while reading").uncheck()
+    read(page, "nothing of this is learnt")
+    page.locator(".t").nth(12).hover()
+    assert [row[1] for row in numbers(page)] == ["0", "0"]
+
+
+def test_the_memory_is_asked_three_ways(page, server):
+    tab(page, "Ask")
+    page.get_by_role("button", name="Ask", exact=True).click()
+    expect(page.locator("#asker-error")).to_contain_text("There is no session yet")
+    tab(page, "Read")
+    read(page)
+    tab(page, "Ask")
+    page.get_by_role("button", name="Ask", exact=True).click()
+    expect(page.locator("#asker-error")).to_have_text("Type a text to go on from.")
+    page.locator("#prompt").fill("The key")
+    page.get_by_label("Tokens to show").fill("5")
+    page.get_by_role("button", name="Ask", exact=True).click()
+    found = ask(server[1], f"/v1/sessions/{page.locator('#session').input_value()}/compare", {"text": "The key", "top": 5})
+    for name in ("Fresh", "Frozen", "Learning"):
+        answer, told = page.get_by_role("region", name=f"{name} memory"), found[name.lower()]
+        expect(answer.locator("li")).to_have_count(5)
+        assert answer.locator("li b").all_text_contents() == [f"{100 * x['probability']:.2f} %" for x in told["next"]]
+        assert answer.locator("dd").first.text_content() == f"{told['entropy']:.4f} nats"
+    widths = page.locator(".answer .bar-of i").evaluate_all("all => all.map(bar => bar.getBoundingClientRect().width)")
+    chances = [x["probability"] for told in found.values() for x in told["next"]]
+    assert [w / max(widths) for w in widths] == pytest.approx([c / max(chances) for c in chances], abs=0.02)
+    page.locator(".answer li").first.hover()
+    assert page.locator("li.same").count() >= 1
+    page.locator("#prompt").fill("The door")
+    page.locator("#prompt").press("Control+Enter")
+    expect(page.locator("#asker-status")).to_have_text("")
+
+
+def test_sessions_from_their_making_to_their_end(page, server):
+    make(page, "one")
+    tab(page, "Read")
+    read(page, "a past")
+    tab(page, "Sessions")
+    page.get_by_label("Mark here as").fill("here")
+    page.get_by_role("button", name="Mark", exact=True).click()
+    page.get_by_label("Return to").wait_for()
+    fork(page, "two")
+    tab(page, "Read")
+    assert page.locator(".text").text_content() == "a past"  # the fork shows what its parent read
+    read(page, " and more")
+    assert page.locator(".text").text_content() == "a past and more"
+    tab(page, "Sessions")
+    node = page.locator("#tree li li")
+    expect(node).to_have_text("two15 tokens, forked at 6")
+    page.locator("#one").select_option("one")
+    page.locator("#other").select_option("two")
+    page.get_by_role("button", name="Compare").click()
+    expect(page.locator(".apart tr.whole")).to_have_count(2)
+    layer = ask(server[1], "/v1/sessions/one/diff/two")["layers"][0]["matrices"]
+    parts = [matrix["weight"] for matrix in layer]
+    a, b, d = (sum(part[key] ** 2 for part in parts) ** 0.5 for key in ("norm", "other_norm", "difference"))
+    cosine = sum(part["cosine"] * part["norm"] * part["other_norm"] for part in parts) / (a * b)
+    shown = page.locator(".apart tr.whole").first.locator("td").all_text_contents()[1:]
+    assert [float(x) for x in shown] == pytest.approx([d / a, a, b, d, cosine], rel=2e-3)
+    sure(page, "Return", "Return")
+    expect(page.locator("#detail dd").first).to_have_text("6")
+    tab(page, "Read")
+    assert page.locator(".text").text_content() == "a past"
+    tab(page, "Sessions")
+    page.get_by_role("button", name="Freeze").click()
+    expect(node).to_have_text("two6 tokens, forked at 6, frozen")
+    page.get_by_role("button", name="Let it learn").click()
+    expect(page.get_by_role("button", name="Freeze")).to_be_visible()
+    page.get_by_label("Forget after token").fill("0")
+    sure(page, "Forget", "Forget")
+    expect(page.locator("#detail dd").first).to_have_text("0")
+    page.get_by_role("button", name="one", exact=True).click()
+    expect(page.locator("#detail h2")).to_have_text("one")
+    page.get_by_role("button", name="Reset").click()
+    page.get_by_role("button", name="Cancel").click()
+    expect(page.locator("#detail dd").first).to_have_text("6")
+    sure(page, "Reset", "Reset")
+    expect(page.locator("#detail dd").first).to_have_text("0")
+    sure(page, "Delete", "Delete")
+    expect(page.locator("#detail h2")).to_have_text("two")
+    sure(page, "Delete", "Delete")
+    expect(page.locator("#detail h2")).to_have_text("No session is open")
+    expect(page.locator("#tree")).to_contain_text("There is none yet")
+
+
+def test_a_reload_shows_the_session_used_last_and_its_last_piece(page):
+    make(page, "older")
+    make(page, "newer")
+    tab(page, "Read")
+    read(page, "what stays")
+    page.reload()
+    expect(page.locator("#session")).to_have_value("newer")
+    expect(page.locator(".text")).to_have_text("what stays")
+    page.locator("#session").select_option("older")
+    expect(page.locator(".text")).to_have_text("")
+    expect(page.locator(".token")).to_have_text("Nothing was read yet.")
+
+
+def test_exports_hold_what_the_page_shows(page, server):
+    make(page, "out")
+    tab(page, "Read")
+    read(page, 'say "yes",\nor no')
+    with page.expect_download() as told:
+        page.get_by_role("button", name="Save all numbers as CSV").click()
+    assert told.value.suggested_filename == "out.csv"
+    rows = list(csv.DictReader(io.StringIO(told.value.path().read_bytes().decode(), newline="")))
+    seen = ask(server[1], "/v1/sessions/out/surprise")["tokens"]
+    assert "".join(row["text"] for row in rows) == 'say "yes",\nor no'
+    assert [int(row["id"]) for row in rows] == [token["id"] for token in seen]
+    for column, wanted in (("surprise", "surprise"), ("nll", "nll")):
+        assert [float(row[column]) for row in rows[1:]] == pytest.approx([t[wanted] for t in seen[1:]], rel=1e-4)
+    assert float(rows[5]["forget_1"]) == pytest.approx(seen[5]["layers"][1]["forget"], rel=1e-4)
+    with page.expect_download() as told:
+        page.get_by_role("button", name="Save the curves as a PNG").click()
+    assert told.value.suggested_filename == "out.png"
+    data = told.value.path().read_bytes()
+    assert data.startswith(b"\x89PNG")
+    assert len(data) > 5000
+
+
+def test_errors_say_what_to_do_where_they_happen(watched, server, page):
+    make(page, "taken")
+    page.close()
+    page = watched(server[1], allow=("Failed to load resource",))
+    page.goto(f"{server[1]}/#sessions")
+    expect(page.locator("#detail h2")).to_have_text("taken")
+    for name, text in [("taken", "Choose another name."), ("../x", "name")]:
+        page.get_by_label("New session").fill(name)
+        page.get_by_role("button", name="Create").click()
+        expect(page.locator("#maker-error")).to_contain_text(text)
+    page.get_by_role("button", name="Compare").click()
+    expect(page.locator("#differ-error")).to_have_text("Choose two different sessions; a fork makes a second one.")
+    page.get_by_label("Forget after token").fill("0")
+    ask(server[1], "/v1/sessions/taken/append", {"text": "behind the page's back"})
+    tab(page, "Read")
+    page.get_by_label("Text to read", exact=True).fill("x")
+    page.get_by_role("button", name="Read", exact=True).click()
+    expect(page.locator("#reader-error")).to_contain_text("open it again under Sessions")
+    page.route("**/append", lambda route: route.abort())
+    page.get_by_role("button", name="Read", exact=True).click()
+    expect(page.locator("#reader-error")).to_contain_text("The server does not answer")
+    page.unroute("**/append")
+    page.route("**/append", lambda route: route.fulfill(status=500, body="not JSON"))
+    page.get_by_role("button", name="Read", exact=True).click()
+    expect(page.locator("#reader-error")).to_contain_text("Status 500")
+
+
+def test_a_key_is_asked_for_and_kept_in_the_tab_alone(watched, tmp_path):
+    with serving(tmp_path) as (service, address):
+        _, secret = service.keys.create("ann")
+        page = watched(address, allow=("401",))
+        page.goto(address)
+        dialog = page.get_by_role("dialog", name="API key")
+        dialog.get_by_role("button", name="Cancel").click()
+        expect(page.locator("#failure")).to_contain_text("needs an API key")
+        page.get_by_role("button", name="Key", exact=True).click()
+        dialog.get_by_label("Key").fill("tm-wrong")
+        dialog.get_by_role("button", name="Use").click()
+        expect(page.locator("#key-reason")).to_have_text("The server does not know this key.")
+        dialog.get_by_label("Key").fill(secret)
+        page.keyboard.press("Enter")
+        expect(page.locator("#model")).to_have_text("small")
+        make(page, "mine")
+        kept = page.evaluate("() => [JSON.stringify({...sessionStorage}), JSON.stringify({...localStorage}), document.cookie]")
+        assert secret in kept[0]
+        assert kept[1:] == ["{}", ""]
+        page.reload()
+        expect(page.locator("#detail h2")).to_have_text("mine")
+        page.get_by_role("button", name="Forget key").click()
+        expect(page.locator("#tree")).not_to_contain_text("mine")
+        assert page.evaluate("() => sessionStorage.length") == 0
+
+
+HOSTILE = '<img src=x onerror="window.broken=1"><script>window.broken=1</script>'
+
+
+def test_what_people_write_stays_text(page):
+    def tree(route):
+        node = {"name": HOSTILE, "tokens": 1, "policy": "learning", "parent": None, "forked_at": None, "forks": []}
+        route.fulfill(json={"object": "tree", "data": [node]})
+
+    read(page, HOSTILE * 3)
+    assert page.locator(".text").text_content() == HOSTILE * 3
+    tab(page, "Ask")
+    page.locator("#prompt").fill(HOSTILE)
+    page.get_by_role("button", name="Ask", exact=True).click()
+    page.locator(".answer").nth(2).wait_for()
+    tab(page, "Sessions")
+    page.get_by_label("Mark here as").fill(HOSTILE)
+    page.get_by_role("button", name="Mark", exact=True).click()
+    expect(page.get_by_label("Return to")).to_contain_text(HOSTILE)
+    page.get_by_role("button", name="Return", exact=True).click()
+    expect(page.locator("#sure-text")).to_contain_text(HOSTILE)
+    page.get_by_role("button", name="Cancel").click()
+    page.route("**/v1/sessions/tree", tree)
+    page.get_by_role("button", name="Freeze").click()
+    expect(page.locator("#tree button")).to_have_text(HOSTILE)
+    assert page.locator("img, main script").count() == 0
+    assert page.evaluate("() => window.broken") is None
+
+
+def test_everything_can_be_done_by_keys(page):
+    def reach(control):
+        """Press Tab until it has the focus."""
+        for _ in range(60):
+            page.keyboard.press("Tab")
+            if control.evaluate("e => e === document.activeElement"):
+                return
+        raise AssertionError(f"no Tab leads to {control}")
+
+    reach(page.locator("#source"))
+    page.keyboard.type("typed, not clicked")
+    reach(page.locator("#go"))
+    page.keyboard.press("Enter")
+    expect(page.locator("#status")).to_have_text(re.compile("^read, "))
+    reach(page.locator(".text"))
+    page.keyboard.press("End")
+    expect(page.locator(".token b").first).to_have_text("17")
+    reach(page.locator(".curves"))
+    for key in ("Home", "+", "-", "0"):
+        page.keyboard.press(key)
+    reach(page.locator("#tab-read"))
+    page.keyboard.press("ArrowRight")
+    expect(page.get_by_role("tab", name="Ask")).to_be_focused()
+    reach(page.locator("#prompt"))
+    page.keyboard.type("typed")
+    page.keyboard.press("Control+Enter")
+    page.locator(".answer").nth(2).wait_for()
+    reach(page.locator("#tab-ask"))
+    page.keyboard.press("ArrowRight")
+    reach(page.get_by_label("Fork as"))
+    page.keyboard.type("twin")
+    page.keyboard.press("Enter")
+    expect(page.locator("#detail h2")).to_have_text("twin")
+    reach(page.get_by_role("button", name="Delete", exact=True))
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("dialog")).to_be_visible()
+    page.keyboard.press("Escape")
+    expect(page.locator("#detail h2")).to_have_text("twin")
+    reach(page.get_by_role("button", name="Compare"))
+    page.keyboard.press("Enter")
+    page.locator(".apart").wait_for()
+
+
+def test_every_control_has_a_name(page):
+    read(page)
+    for name in ("Read", "Ask", "Sessions"):
+        tab(page, name)
+        nameless = page.locator("button, input, select, textarea, [tabindex='0']").evaluate_all(
+            "all => all.filter(e => !(e.ariaLabel || e.labels?.length || e.textContent.trim() || e.getAttribute('aria-labelledby'))).map(e => e.outerHTML)"
+        )
+        assert nameless == []
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_it_is_legible_on_a_phone_in_both_schemes(watched, server, page, scheme):
+    address = server[1]
+    page.close()
+    page = watched(address, viewport=PHONE, color_scheme=scheme, has_touch=True, is_mobile=True)
+    page.goto(address)
+    read(page)
+    page.locator(".t").nth(30).tap()
+    expect(page.locator(".t.at")).to_have_count(1)
+    assert narrow(page)
+    tab(page, "Ask")
+    page.locator("#prompt").fill("The key")
+    page.get_by_role("button", name="Ask", exact=True).tap()
+    page.locator(".answer").nth(2).wait_for()
+    assert narrow(page)
+    fork(page, "a-name-that-is-so-long-that-it-would-be-wider-than-a-phone-if-nothing-were-done-about-it")
+    page.get_by_role("button", name="Compare").tap()
+    page.locator(".apart").wait_for()
+    assert narrow(page)
+    contrasts = page.evaluate("""() => {
+        const pen = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
+        const light = (colour) => {
+            pen.fillStyle = colour;
+            pen.fillRect(0, 0, 1, 1);
+            const [r, g, b] = [...pen.getImageData(0, 0, 1, 1).data].map((x) => (x / 255 <= 0.04045 ? x / 255 / 12.92 : ((x / 255 + 0.055) / 1.055) ** 2.4));
+            return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+        };
+        const style = getComputedStyle(document.documentElement), get = (name) => light(style.getPropertyValue(name));
+        const contrast = (a, b) => (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
+        const pairs = [["--quiet", "--page"], ["--bad", "--card"], ["--card", "--accent"], ["--quiet", "--panel"]];
+        for (let level = 0; level < 10; level++) pairs.push(["--ink", `--s${level}`]);
+        const lines = [0, 1, 2, 3, 4, 5].map((i) => contrast(get(`--layer-${i}`), get("--panel")));
+        return [Math.min(...pairs.map(([a, b]) => contrast(get(a), get(b)))), Math.min(...lines), get("--page")];
+    }""")
+    assert contrasts[0] >= 4.5
+    assert contrasts[1] >= 2.7
+    assert (contrasts[2] < 0.1) == (scheme == "dark")
