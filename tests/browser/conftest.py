@@ -7,8 +7,6 @@ from chromium import browsing, find_chromium
 
 from serve.server import serving
 
-PHONE = {"width": 390, "height": 844}
-
 
 @pytest.fixture(scope="session")
 def browser():

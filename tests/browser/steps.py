@@ -6,7 +6,8 @@ import re
 
 from playwright.sync_api import expect
 
-TEXT = "The key of the red door is 4711. " * 12
+PHONE = {"width": 390, "height": 844}
+TEXT = "The key of the red door is 4711. " * 9
 
 
 def read(page, text: str = TEXT) -> None:

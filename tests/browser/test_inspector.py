@@ -12,11 +12,10 @@ from urllib.request import Request, urlopen
 import pytest
 
 pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install playwright, or titanmem[dev]")
-from conftest import PHONE  # noqa: E402
-from playwright.sync_api import expect  # noqa: E402
-from steps import TEXT, fork, make, narrow, read, sure, tab  # noqa: E402
+from playwright.sync_api import expect
+from steps import TEXT, fork, make, read, sure, tab
 
-from serve.server import serving  # noqa: E402
+from serve.server import serving
 
 pytestmark = pytest.mark.browser
 
@@ -39,17 +38,17 @@ def test_a_text_streams_in_and_is_shaded(page):
     assert "".join(piece["text"] for piece in pieces) == TEXT * 3
     assert len(pieces) > 1
     assert page.locator(".text").text_content() == TEXT * 3
+    assert page.locator(".text").evaluate("e => e.scrollTop + e.clientHeight > e.scrollHeight - 40")  # it followed
     expect(page.locator("#about")).to_have_text(f"{len(TEXT) * 3:,} tokens")
     tokens = page.locator(".t")
     assert tokens.count() >= 100
-    colours = page.evaluate("() => new Set([...document.querySelectorAll('.t')].map(t => getComputedStyle(t).backgroundColor)).size")
-    assert colours > 3
-    by_surprise = page.locator(".t").nth(50).get_attribute("class")
-    classes = [by_surprise]
-    for name in ("−log p", "weight change"):
+    colours = "all => all.map(token => getComputedStyle(token).backgroundColor)"
+    shades = []
+    for name in ("surprise", "−log p", "weight change"):
         page.get_by_label("Shade by").select_option(label=name)
-        classes.append("".join(page.locator(".t").evaluate_all("all => all.map(t => t.className)")))
-    assert len(set(classes)) == 3
+        shades.append(tuple(tokens.evaluate_all(colours)))
+    assert len(set(shades)) == 3
+    assert all(len(set(shade)) > 3 for shade in shades)
 
 
 def test_the_cursor_tells_what_the_server_tells(page, server):
@@ -89,15 +88,15 @@ def test_up_and_down_move_by_lines_in_the_text(page):
 
 
 def test_the_curves_zoom_and_differ(page):
-    read(page)
+    read(page, TEXT[:256])
     picture = lambda: page.locator(".curves canvas").screenshot()
     page.locator(".t").nth(200).hover()
     page.mouse.move(0, 0)
     pictures = [picture()]
-    for name in ("See less of the text, larger", "See less of the text, larger", "See more of the text", "See the whole text"):
-        page.get_by_role("button", name=name).click()
+    for name in ("less of the text, larger", "less of the text, larger", "more of the text", "the whole text"):
+        page.get_by_role("button", name=f"See {name}").click()
         page.mouse.move(0, 0)
-        page.wait_for_timeout(60)
+        page.wait_for_timeout(120)
         pictures.append(picture())
     assert pictures[0] == pictures[4]
     assert pictures[1] == pictures[3]
@@ -132,8 +131,9 @@ def test_reading_stops_and_goes_on_and_loses_nothing(page):
 
 def test_files_are_opened_and_dropped_and_only_texts_taken(page):
     source = page.get_by_label("Text to read", exact=True)
-    page.locator("#file").set_input_files({"name": "a.txt", "mimeType": "text/plain", "buffer": "from a file: é€😀".encode()})
-    expect(source).to_have_value("from a file: é€😀")
+    written = "from a file: é€😀"
+    page.locator("#file").set_input_files({"name": "a.txt", "mimeType": "text/plain", "buffer": written.encode()})
+    expect(source).to_have_value(written)
     page.locator("#file").set_input_files({"name": "b.bin", "mimeType": "x/y", "buffer": b"\0\1"})
     expect(page.locator("#reader-error")).to_contain_text("b.bin is not a text")
     page.evaluate("""() => {
@@ -170,7 +170,8 @@ def test_the_memory_is_asked_three_ways(page, server):
     page.locator("#prompt").fill("The key")
     page.get_by_label("Tokens to show").fill("5")
     page.get_by_role("button", name="Ask", exact=True).click()
-    found = ask(server[1], f"/v1/sessions/{page.locator('#session').input_value()}/compare", {"text": "The key", "top": 5})
+    name = page.locator("#session").input_value()
+    found = ask(server[1], f"/v1/sessions/{name}/compare", {"text": "The key", "top": 5})
     for name in ("Fresh", "Frozen", "Learning"):
         answer, told = page.get_by_role("region", name=f"{name} memory"), found[name.lower()]
         expect(answer.locator("li")).to_have_count(5)
@@ -316,9 +317,8 @@ def test_a_key_is_asked_for_and_kept_in_the_tab_alone(watched, tmp_path):
         page.keyboard.press("Enter")
         expect(page.locator("#model")).to_have_text("small")
         make(page, "mine")
-        kept = page.evaluate("() => [JSON.stringify({...sessionStorage}), JSON.stringify({...localStorage}), document.cookie]")
-        assert secret in kept[0]
-        assert kept[1:] == ["{}", ""]
+        kept = page.evaluate("() => [Object.values(sessionStorage), localStorage.length, document.cookie]")
+        assert kept == [[secret], 0, ""]
         page.reload()
         expect(page.locator("#detail h2")).to_have_text("mine")
         page.get_by_role("button", name="Forget key").click()
@@ -352,95 +352,3 @@ def test_what_people_write_stays_text(page):
     expect(page.locator("#tree button")).to_have_text(HOSTILE)
     assert page.locator("img, main script").count() == 0
     assert page.evaluate("() => window.broken") is None
-
-
-def test_everything_can_be_done_by_keys(page):
-    def reach(control):
-        """Press Tab until it has the focus."""
-        for _ in range(60):
-            page.keyboard.press("Tab")
-            if control.evaluate("e => e === document.activeElement"):
-                return
-        raise AssertionError(f"no Tab leads to {control}")
-
-    reach(page.locator("#source"))
-    page.keyboard.type("typed, not clicked")
-    reach(page.locator("#go"))
-    page.keyboard.press("Enter")
-    expect(page.locator("#status")).to_have_text(re.compile("^read, "))
-    reach(page.locator(".text"))
-    page.keyboard.press("End")
-    expect(page.locator(".token b").first).to_have_text("17")
-    reach(page.locator(".curves"))
-    for key in ("Home", "+", "-", "0"):
-        page.keyboard.press(key)
-    reach(page.locator("#tab-read"))
-    page.keyboard.press("ArrowRight")
-    expect(page.get_by_role("tab", name="Ask")).to_be_focused()
-    reach(page.locator("#prompt"))
-    page.keyboard.type("typed")
-    page.keyboard.press("Control+Enter")
-    page.locator(".answer").nth(2).wait_for()
-    reach(page.locator("#tab-ask"))
-    page.keyboard.press("ArrowRight")
-    reach(page.get_by_label("Fork as"))
-    page.keyboard.type("twin")
-    page.keyboard.press("Enter")
-    expect(page.locator("#detail h2")).to_have_text("twin")
-    reach(page.get_by_role("button", name="Delete", exact=True))
-    page.keyboard.press("Enter")
-    expect(page.get_by_role("dialog")).to_be_visible()
-    page.keyboard.press("Escape")
-    expect(page.locator("#detail h2")).to_have_text("twin")
-    reach(page.get_by_role("button", name="Compare"))
-    page.keyboard.press("Enter")
-    page.locator(".apart").wait_for()
-
-
-def test_every_control_has_a_name(page):
-    read(page)
-    for name in ("Read", "Ask", "Sessions"):
-        tab(page, name)
-        nameless = page.locator("button, input, select, textarea, [tabindex='0']").evaluate_all(
-            "all => all.filter(e => !(e.ariaLabel || e.labels?.length || e.textContent.trim() || e.getAttribute('aria-labelledby'))).map(e => e.outerHTML)"
-        )
-        assert nameless == []
-
-
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_it_is_legible_on_a_phone_in_both_schemes(watched, server, page, scheme):
-    address = server[1]
-    page.close()
-    page = watched(address, viewport=PHONE, color_scheme=scheme, has_touch=True, is_mobile=True)
-    page.goto(address)
-    read(page)
-    page.locator(".t").nth(30).tap()
-    expect(page.locator(".t.at")).to_have_count(1)
-    assert narrow(page)
-    tab(page, "Ask")
-    page.locator("#prompt").fill("The key")
-    page.get_by_role("button", name="Ask", exact=True).tap()
-    page.locator(".answer").nth(2).wait_for()
-    assert narrow(page)
-    fork(page, "a-name-that-is-so-long-that-it-would-be-wider-than-a-phone-if-nothing-were-done-about-it")
-    page.get_by_role("button", name="Compare").tap()
-    page.locator(".apart").wait_for()
-    assert narrow(page)
-    contrasts = page.evaluate("""() => {
-        const pen = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
-        const light = (colour) => {
-            pen.fillStyle = colour;
-            pen.fillRect(0, 0, 1, 1);
-            const [r, g, b] = [...pen.getImageData(0, 0, 1, 1).data].map((x) => (x / 255 <= 0.04045 ? x / 255 / 12.92 : ((x / 255 + 0.055) / 1.055) ** 2.4));
-            return 0.2126 * r + 0.7152 * g + 0.0722 * b;
-        };
-        const style = getComputedStyle(document.documentElement), get = (name) => light(style.getPropertyValue(name));
-        const contrast = (a, b) => (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
-        const pairs = [["--quiet", "--page"], ["--bad", "--card"], ["--card", "--accent"], ["--quiet", "--panel"]];
-        for (let level = 0; level < 10; level++) pairs.push(["--ink", `--s${level}`]);
-        const lines = [0, 1, 2, 3, 4, 5].map((i) => contrast(get(`--layer-${i}`), get("--panel")));
-        return [Math.min(...pairs.map(([a, b]) => contrast(get(a), get(b)))), Math.min(...lines), get("--page")];
-    }""")
-    assert contrasts[0] >= 4.5
-    assert contrasts[1] >= 2.7
-    assert (contrasts[2] < 0.1) == (scheme == "dark")

@@ -60,7 +60,7 @@ function start() {
   const api = new Api(askKey), desk = new Desk(api);
   const reading = new Reading(desk.trace, () => desk.info?.name ?? "titanmem");
   byId("read").append(reading.element);
-  new Reader(desk);
+  const reader = new Reader(desk, () => reading.text.toEnd());
   new Asker(desk);
   new Sessions(desk, sure);
   tabs();
@@ -87,7 +87,7 @@ function start() {
   desk.addEventListener("session", () => {
     list();
     about();
-    reading.open(desk.trace);
+    reading.open(desk.trace, reader.running);
   });
   desk.addEventListener("trace", () => {
     about();

@@ -6,8 +6,10 @@ const FIRST = 400, LEAST = 100, MOST = 20000; // characters of a piece
 const QUICK = 400, SLOW = 1500; // milliseconds that a piece may take
 
 export class Reader {
-  constructor(desk) {
+  // `follow()` brings the end of what was read into view.
+  constructor(desk, follow) {
     this.desk = desk;
+    this.follow = follow;
     this.text = "";
     this.at = 0; // characters that were read
     this.size = FIRST;
@@ -80,6 +82,7 @@ export class Reader {
     }
     this.running = true;
     this.show();
+    this.follow();
     let tokens = 0;
     const begin = performance.now();
     try {

@@ -48,14 +48,16 @@ export class Reading {
     this.open(trace);
   }
 
-  // Show another trace.
-  open(trace) {
+  // Show another trace, from its beginning or its end.
+  open(trace, atEnd = false) {
     this.trace = this.text.trace = this.curves.trace = trace;
     this.cursor = this.curves.cursor = -1;
     this.curves.whole();
     this.text.clear();
     this.listed = null;
     this.grown();
+    if (atEnd) this.text.toEnd();
+    else this.text.element.scrollTop = 0;
   }
 
   // The trace has more than before.
@@ -73,6 +75,7 @@ export class Reading {
     const names = this.trace.layers.join();
     if (names === this.listed) return;
     this.listed = names;
+    if (this.trace.length && !names) this.shade.value = "nll"; // no memory, no surprise of one
     const every = Math.max(1, Math.ceil(this.trace.layers.length / MOST_LINES));
     this.curves.shown = new Set([...this.trace.layers.keys()].filter((position) => position % every === 0));
     const boxes = this.trace.layers.map((layer, position) => {

@@ -48,7 +48,11 @@ export class TextPane {
       this.seen.observe(last.element);
       shown = last.to;
     }
-    if (following) pane.scrollTop = pane.scrollHeight;
+    if (following) this.toEnd();
+  }
+
+  toEnd() {
+    this.element.scrollTop = this.element.scrollHeight;
   }
 
   // Shade by other numbers; `level` gives 0 … LEVELS - 1 for a token's place.
