@@ -24,12 +24,13 @@ def read(page: Any, text: str) -> None:
     """Let the open session read a text."""
     page.locator("#source").fill(text)
     page.locator("#go").click()
+    page.locator("#source").evaluate("e => e.scrollTop = 0")
     page.locator("#status", has_text=re.compile("^read, ")).wait_for(timeout=600_000)
 
 
 def main(address: str, text: str, prompt: str) -> None:
-    third = len(text) // 3
-    parts = [text[:third], text[third : 2 * third], text[2 * third :]]
+    first, second = (text.rfind(". ", 0, k * len(text) // 3) + 1 for k in (1, 2))
+    parts = [text[:first], text[first:second], text[second:]]
     with browsing() as browser:
         page = browser.new_page(viewport=DESK, color_scheme="light")
         page.goto(f"{address}/#sessions")
@@ -93,13 +94,18 @@ def main(address: str, text: str, prompt: str) -> None:
         page.locator("#session").select_option("chapter")
         page.emulate_media(color_scheme="dark")
         tab("read")
+        page.mouse.move(0, 0)
+        page.get_by_label("log scale").check()
         page.locator(".curves").focus()
         for key in ("End", "+", "+", "PageUp", "PageUp", "PageUp"):
             page.keyboard.press(key)
         shot("dark")
+        page.get_by_label("log scale").uncheck()
+        page.locator(".curves").focus()
         page.emulate_media(color_scheme="light")
         page.set_viewport_size(PHONE)
-        page.keyboard.press("0")
+        for key in ("0", "ArrowLeft"):
+            page.keyboard.press(key)
         shot("phone", whole=True)
 
 

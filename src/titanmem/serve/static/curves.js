@@ -34,6 +34,7 @@ export class Curves {
   constructor(trace, onPoint) {
     this.trace = trace;
     this.shown = new Set();
+    this.logarithmic = false;
     this.cursor = -1;
     this.whole();
     this.canvas = el("canvas", { "aria-hidden": "true" });
@@ -153,14 +154,19 @@ export class Curves {
       .filter(({ position }) => panel.name === "nll" || this.shown.has(position));
     let [least, most] = reach(lines);
     if (!Number.isFinite(least) || !Number.isFinite(most)) return;
-    if (panel.zero) least = Math.min(0, least);
+    const bend = this.logarithmic && most > 0;
+    if (bend) least = Math.max(least, most / 1e6);
+    else if (panel.zero) least = Math.min(0, least);
+    const labels = [brief(least), brief(most)];
+    const height = bend ? (value) => Math.log(Math.max(value, least)) : (value) => value;
+    [least, most] = [height(least), height(most)];
     if (most - least < 1e-9 * Math.max(1, Math.abs(most))) [least, most] = [least - 0.5, most + 0.5];
     const x = (bin) => box.x + ((bin + 0.5) / bins) * box.width;
-    const y = (value) => box.y + box.height * (1 - (value - least) / (most - least));
+    const y = (value) => box.y + box.height * (1 - (height(value) - least) / (most - least));
     pen.fillStyle = quiet;
     pen.textAlign = "right";
-    pen.fillText(brief(most), box.x - 5, box.y + 9);
-    pen.fillText(brief(least), box.x - 5, box.y + box.height);
+    pen.fillText(labels[1], box.x - 5, box.y + 9);
+    pen.fillText(labels[0], box.x - 5, box.y + box.height);
     pen.save();
     pen.beginPath();
     pen.rect(box.x, box.y, box.width, box.height);
@@ -169,7 +175,7 @@ export class Curves {
     for (const { position, low, high, mean } of lines) {
       const colour = panel.name === "nll" ? style.getPropertyValue("--ink") : layerColour(style, position);
       if (to - from > bins) {
-        pen.globalAlpha = 0.16;
+        pen.globalAlpha = 0.13;
         pen.fillStyle = colour;
         for (let bin = 0; bin < bins; bin++) {
           const top = y(high[bin]);

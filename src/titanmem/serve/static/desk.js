@@ -29,15 +29,15 @@ export class Desk extends EventTarget {
 
   async open(name) {
     const info = await this.api.get(this.api.session(name));
-    let trace = this.traces.get(name);
-    if (!trace || trace.end !== info.tokens) {
-      trace = new Trace();
-      const last = await this.api.get(this.api.session(name, "/trace"));
-      if (last.ids.length) trace.add(last);
-      this.traces.set(name, trace);
-    }
+    const known = this.traces.get(name), trace = known?.end === info.tokens ? known : new Trace();
+    this.traces.set(name, trace);
     this.info = info;
     this.trace = trace;
+    this.tell("session");
+    if (trace.length || !info.tokens) return;
+    const last = await this.api.get(this.api.session(name, "/trace")); // of a long turn it takes a while
+    if (!last.ids.length || trace.length || this.trace !== trace) return;
+    trace.add(last);
     this.tell("session");
   }
 

@@ -34,11 +34,12 @@ export function decimal(number) {
   return number.toFixed(size < 10 ? 4 : size < 100 ? 3 : 2);
 }
 
-// A column of a table: the same number of decimals in every row, as many as its largest needs for five digits.
+// A column of a table, every row in the same form, so that digits stand below digits.
 export function aligned(numbers) {
   const most = Math.max(...numbers.map((number) => Math.abs(number || 0)));
-  const decimals = Math.max(0, Math.min(7, most ? 4 - Math.floor(Math.log10(most)) : 0));
-  return numbers.map((number) => (number == null || Number.isNaN(number) ? "–" : number.toFixed(decimals)));
+  const decimals = Math.max(0, Math.min(5, most ? 4 - Math.floor(Math.log10(most)) : 0));
+  const shown = (number) => (most && most < 0.001 ? number.toExponential(2) : number.toFixed(decimals));
+  return numbers.map((number) => (number == null || Number.isNaN(number) ? "–" : shown(number)));
 }
 
 // For axes.

@@ -53,6 +53,7 @@ export class Reader {
       return;
     }
     this.source.value = text;
+    this.source.scrollTop = 0;
     this.discard();
     this.status(`${file.name}, ${count(text.length)} characters`);
     byId("go").focus();

@@ -26,6 +26,10 @@ export class Reading {
     this.zooms = [button("−", "See more of the text", () => this.curves.zoom(2)),
       button("+", "See less of the text, larger", () => this.curves.zoom(0.5)),
       button("whole", "See the whole text", () => this.seeAll())];
+    this.log = el("input", { type: "checkbox", onchange: () => {
+      this.curves.logarithmic = this.log.checked;
+      this.curves.redraw();
+    } });
     this.layers = el("fieldset", { class: "layers" }, el("legend", { class: "hidden" }, "Layers"));
     this.head = el("p", { class: "token" });
     this.body = el("tbody");
@@ -37,7 +41,7 @@ export class Reading {
           el("span", { class: "scale" }, this.low, el("span", { class: "ramp", "aria-hidden": "true" }, ...swatches), this.high)),
         this.text.element),
       el("div", { class: "side" },
-        el("div", { class: "bar" }, this.layers, el("span", { class: "group" }, ...this.zooms), el("span", { class: "group" }, ...this.exports)),
+        el("div", { class: "bar" }, this.layers, el("label", {}, this.log, "log scale"), el("span", { class: "group" }, ...this.zooms), el("span", { class: "group" }, ...this.exports)),
         this.curves.element,
         el("div", { class: "numbers" }, this.head,
           el("div", { class: "scroll", role: "region", "aria-label": "Numbers of the token under the cursor", tabindex: 0 },
