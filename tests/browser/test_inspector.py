@@ -147,7 +147,14 @@ def test_files_are_opened_and_dropped_and_only_texts_taken(page):
         for (const name of ["dragover", "drop"]) document.querySelector("#source").dispatchEvent(event(name));
     }""")
     expect(source).to_have_value("dropped")
-    source.fill("")
+    page.evaluate("""() => {
+        const carried = new DataTransfer();
+        carried.setData("text/plain", "long ".repeat(5000));
+        const event = new ClipboardEvent("paste", { clipboardData: carried, bubbles: true, cancelable: true });
+        document.querySelector("#source").dispatchEvent(event);
+    }""")
+    expect(source).to_have_value(re.compile(f"^dropped{'long ' * 5000}$|^{'long ' * 5000}dropped$"))
+    source.evaluate("e => e.value = ''")
     page.get_by_role("button", name="Read", exact=True).click()
     expect(page.locator("#reader-error")).to_contain_text("There is nothing to read")
     read(page, "é€😀")

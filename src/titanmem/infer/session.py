@@ -256,16 +256,16 @@ class Session:
     def surprise(self) -> list[TokenSurprise]:
         """What the memories made of every token of the last turn (the last `append` or `generate`; of a long
         append the last part)."""
-        with self._gate:
-            turn = self._turn
-        return surprises(self.engine, turn.before, turn.ids, turn.learn)
+        return surprises(self.engine, *self._last())
 
     @property
     def trace(self) -> Trace:
         """The same as columns."""
+        return Trace.join(list(traces(self.engine, *self._last())))
+
+    def _last(self) -> Turn:
         with self._gate:
-            turn = self._turn
-        return Trace.join(list(traces(self.engine, turn.before, turn.ids, turn.learn)))
+            return self._turn
 
     def set_policy(self, policy: str) -> None:
         """Learning or frozen from now on."""

@@ -1,5 +1,5 @@
 // Small multiples along the text: one panel per number, one line per layer. Where there are more tokens than the eye can
-// tell apart the line is their mean, and the band behind it reaches from the lowest to the highest.
+// tell apart the line is their mean, and the band behind it one standard deviation either way.
 
 import { brief, count, el } from "./dom.js";
 import { stretches } from "./trace.js";
@@ -21,7 +21,7 @@ export function layerColour(style, position) {
   return style.getPropertyValue(`--layer-${position % COLOURS}`).trim();
 }
 
-// What a panel's scale must hold: all means, and nearly all of the bands, so that one token does not flatten the rest.
+// What a panel's scale must hold: all means, and nearly all of the bands.
 function reach(lines) {
   const known = (arrays) => arrays.flatMap((array) => Array.from(array).filter((value) => !Number.isNaN(value))).sort((a, b) => a - b);
   const means = known(lines.map(({ mean }) => mean));

@@ -3,6 +3,7 @@
 import { byId, count } from "./dom.js";
 
 const FIRST = 400, LEAST = 100, MOST = 20000; // characters of a piece
+const LARGE = 20000; // characters of a paste
 const QUICK = 400, SLOW = 1500; // milliseconds that a piece may take
 
 export class Reader {
@@ -27,6 +28,13 @@ export class Reader {
       event.target.value = "";
     });
     this.source.addEventListener("input", () => this.discard());
+    this.source.addEventListener("paste", (event) => {
+      const text = event.clipboardData.getData("text/plain");
+      if (text.length < LARGE || this.source.readOnly) return;
+      event.preventDefault(); // browsers take long to insert a book as if it were typed
+      this.source.setRangeText(text, this.source.selectionStart, this.source.selectionEnd, "end");
+      this.discard();
+    });
     const panel = byId("read");
     panel.addEventListener("dragover", (event) => {
       event.preventDefault();

@@ -112,24 +112,27 @@ export function bulk(column) {
   return [at(0.02), at(0.98)];
 }
 
-// Lowest, highest and mean of each of `bins` stretches of [from, to).
+// Of each of `bins` stretches of [from, to) the mean, and what lies one standard deviation below and above it, but no
+// farther than its lowest and highest.
 export function stretches(column, from, to, bins) {
   const low = new Float32Array(bins), high = new Float32Array(bins), mean = new Float32Array(bins);
   for (let bin = 0; bin < bins; bin++) {
     const first = from + Math.floor(((to - from) * bin) / bins);
     const last = Math.max(first + 1, from + Math.floor(((to - from) * (bin + 1)) / bins));
-    let least = Infinity, most = -Infinity, sum = 0, counted = 0;
+    let least = Infinity, most = -Infinity, sum = 0, squares = 0, counted = 0;
     for (let i = first; i < last && i < column.length; i++) {
       const value = column.data[i];
       if (Number.isNaN(value)) continue;
       if (value < least) least = value;
       if (value > most) most = value;
       sum += value;
+      squares += value * value;
       counted++;
     }
-    low[bin] = counted ? least : NaN;
-    high[bin] = counted ? most : NaN;
-    mean[bin] = counted ? sum / counted : NaN;
+    const middle = sum / counted, spread = Math.sqrt(Math.max(0, squares / counted - middle * middle));
+    low[bin] = Math.max(least, middle - spread); // NaN where there is nothing
+    high[bin] = Math.min(most, middle + spread);
+    mean[bin] = middle;
   }
   return { low, high, mean };
 }
