@@ -133,6 +133,31 @@ def test_reading_stops_and_goes_on_and_loses_nothing(page):
     assert page.locator(".text").text_content() == more + " the end"
 
 
+def test_a_piece_that_failed_is_sent_again(watched, server, page):
+    page.close()
+    page = watched(server[1], allow=("Failed to load resource",))
+    page.goto(server[1])
+    sent = []
+
+    def second_fails(route):
+        sent.append(route.request.post_data_json["text"])
+        if len(sent) == 2:
+            route.fulfill(status=429, headers={"Retry-After": "1"}, json={"error": {"message": "too many requests"}})
+        else:
+            route.continue_()
+
+    page.route("**/append", second_fails)
+    page.get_by_label("Text to read", exact=True).fill(TEXT * 4)
+    page.get_by_role("button", name="Read", exact=True).click()
+    wanted = "Too many requests. Try again in 1 s. What is left of the text stays here."
+    expect(page.locator("#reader-error")).to_have_text(wanted)
+    page.get_by_role("button", name="Go on").click()
+    expect(page.locator("#status")).to_have_text(re.compile("^read, "), timeout=20_000)
+    expect(page.locator("#reader-error")).to_have_text("")
+    assert page.locator(".text").text_content() == TEXT * 4
+    assert sent[2] == sent[1]
+
+
 def test_files_are_opened_and_dropped_and_only_texts_taken(page):
     source = page.get_by_label("Text to read", exact=True)
     written = "from a file: é€😀"
