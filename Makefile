@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: install quickstart test test-slow lint format bench results clean
+.PHONY: install quickstart test test-slow test-browser lint format bench results clean
 
 install: .venv/ready             ## .venv with the project in it
 
@@ -13,7 +13,10 @@ test: .venv/ready                ## the tests
 	$(BIN)/python -m pytest -n auto
 
 test-slow: .venv/ready           ## the long tests too
-	$(BIN)/python -m pytest -n auto -m "slow or not slow" --durations=15
+	$(BIN)/python -m pytest -n auto -m "not browser" --durations=15
+
+test-browser: .venv/ready        ## the inspector in a real browser; needs chromium (Debian: apt-get install chromium)
+	$(BIN)/python -m pytest tests/browser -m browser -rs
 
 lint: .venv/ready                ## style and types
 	$(BIN)/ruff check .

@@ -37,8 +37,35 @@ def test_mistakes_are_one_line(byte_model, tmp_path, capsys):
         (["generate", str(tmp_path), "x"], "has no config.json"),
         (["generate", byte_model, ""], "the prompt has no tokens"),
         (["generate", byte_model, "x", "--state", "nowhere"], "no state file at nowhere"),
+        (["inspect", byte_model, "none.txt"], "there is no file none.txt; give a text file"),
+        (["inspect", byte_model, str(tmp_path)], "is a folder; give one text file"),
+        (["inspect", byte_model, __file__, "-o", "page.png"], "give a name that ends in .html"),
+        (["inspect", byte_model, __file__, "-o", "nowhere/page.html"], "there is no folder nowhere"),
+        (["inspect", byte_model, __file__, "--limit", "0"], "--limit must be at least 1"),
+        (["inspect", byte_model, f"{byte_model}/model.safetensors"], "is no UTF-8 text"),
     ]:
         assert main(arguments) == 2
         error = capsys.readouterr().err
         assert text in error
         assert error.count("\n") == 1
+
+
+def test_inspect_reads_up_to_its_limit_and_keeps_what_was_read_before_ctrl_c(byte_model, tmp_path, capsys, monkeypatch):
+    import titanmem.infer
+    from titanmem.infer.trace import traces
+
+    def interrupted(*given):
+        yield next(traces(*given))
+        raise KeyboardInterrupt
+
+    text, page = tmp_path / "text.txt", tmp_path / "page.html"
+    text.write_text("0123456789" * 60)
+    arguments = ["inspect", byte_model, str(text), "-o", str(page)]
+    assert main([*arguments, "--limit", "550"]) == 0
+    assert "the first 550 of 600 tokens" in capsys.readouterr().out
+    monkeypatch.setattr(titanmem.infer, "traces", interrupted)
+    assert main(arguments) == 0
+    told = capsys.readouterr().out
+    assert "of 600 tokens" in told
+    assert "the first 600" not in told
+    assert "http-equiv" in page.read_text()

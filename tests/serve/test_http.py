@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -20,6 +21,7 @@ from server import byte_model, serving
 
 from titanmem.cli import main
 from titanmem.infer import Quota
+from titanmem.serve.report import STATIC
 from titanmem.serve.service import Limits
 
 
@@ -64,6 +66,9 @@ def test_a_session_from_its_making_to_its_end(server):
     assert set(layer) == {"layer", "loss", "surprise", "change", "step", "momentum", "forget"}
     assert layer["change"] > 0
     assert call(address, "/v1/sessions/life/surprise")[1]["tokens"] == grown["surprise"]
+    trace = call(address, "/v1/sessions/life/trace")[1]
+    assert (trace["start"], trace["texts"], trace["layers"]) == (13, [" ", "a", "b", "c"], [0, 1])
+    assert trace["fields"]["change"][0][1] == pytest.approx(layer["change"], rel=1e-4)
     assert call(address, "/v1/sessions/life/marks", {"name": "here"})[0] == 201
     status, child = call(address, "/v1/sessions/life/fork", {"name": "child"})
     assert (status, child["parent"], child["forked_at"], child["marks"]) == (201, "life", 17, {"here": 17})
@@ -222,6 +227,21 @@ def test_metrics_and_pages(server):
     page = call(address, "/docs", raw=True)[1].decode()
     assert "/v1/chat/completions" in page
     assert "<script" not in page
+
+
+def test_the_inspector_is_served_under_a_strict_policy(server):
+    _, address = server
+    names = re.findall(r'(?:src|href)="(/[^"]*)"', (STATIC / "index.html").read_text())
+    names += [f"/static/{name}" for file in STATIC.glob("*.js") for name in re.findall(r'"\./(.*)"', file.read_text())]
+    assert {"/static/style.css", "/static/app.js", "/static/curves.js"} <= set(names)
+    for path in {"/", *names}:
+        with urlopen(address + path, timeout=60) as answer:
+            policy = answer.headers["Content-Security-Policy"]
+            assert answer.headers["X-Content-Type-Options"] == "nosniff"
+            assert "script-src 'self';" in policy
+            assert "unsafe" not in policy
+    assert refused(call(address, "/static/..%2finspector.py"), 404, "unknown_path")
+    assert refused(call(address, "/static/none.js"), 404, "unknown_path")
 
 
 @contextmanager

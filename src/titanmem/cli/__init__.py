@@ -15,6 +15,7 @@ VERBS = {
     "generate": "continue a prompt with a saved model",
     "chat": "talk with a model that remembers",
     "serve": "a model over HTTP: the OpenAI interface, with sessions that last",
+    "inspect": "read a text and draw what each token did to the memory, on one page",
     "keys": "who may use the server",
     "sessions": "list, export, import and delete sessions",
     "eval": "measure a model: perplexity, needle, BABILong, recall, what its memory does",

@@ -69,6 +69,8 @@ def run(arguments: argparse.Namespace) -> int:
         days = arguments.expire_days
         app = make_app(service, None if days is None else days * 86_400)
         print(f"{engine.name} on {engine.device}, {engine.batching} batching, sessions in {folder}", flush=True)
-        print(f"http://{arguments.host}:{arguments.port}/docs, {'with' if keyed else 'without'} API keys", flush=True)
+        address = f"http://{arguments.host}:{arguments.port}"
+        print(f"{address} shows the memory, {address}/docs all routes", flush=True)
+        print("with API keys" if keyed else "without API keys", flush=True)
         run_app(app, service, arguments.host, arguments.port, arguments.drain_seconds)
     return 0

@@ -6,6 +6,7 @@ from titanmem.infer.folder import SessionBusy
 from titanmem.infer.inspect import TokenSurprise, compare, difference
 from titanmem.infer.session import Conflict, Session
 from titanmem.infer.store import Quota, QuotaExceeded, SessionInfo, Store
+from titanmem.infer.trace import Trace, traces
 
 __all__ = [
     "Answer",
@@ -20,6 +21,8 @@ __all__ = [
     "Store",
     "Token",
     "TokenSurprise",
+    "Trace",
     "compare",
     "difference",
+    "traces",
 ]

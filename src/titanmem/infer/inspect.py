@@ -13,10 +13,8 @@ from torch import Tensor
 from titanmem.config import require
 from titanmem.infer.engine import Engine
 from titanmem.infer.past import Past, cut
-from titanmem.layers.neural_memory import Probe
+from titanmem.infer.trace import FIELDS, traces
 from titanmem.state import ModelState, find_memory
-
-FIELDS = ("loss", "surprise", "change", "step", "momentum", "forget")
 
 
 @dataclass(frozen=True)
@@ -48,45 +46,18 @@ class TokenSurprise:
         return asdict(self)
 
 
-@torch.no_grad()
 def surprises(engine: Engine, past: Past, ids: Sequence[int], learn: bool = True) -> list[TokenSurprise]:
     """What the memories make of ids that follow a past."""
-    if not ids:
-        return []
-    given = [*past.unread, *ids]
-    state, logits, at = past.model, past.logits, 0
-    chances: list[Tensor] = []
-    traces: list[list[Tensor]] = []
-    for size in cut(past.read, len(given), engine.piece):
-        part = torch.tensor([given[at : at + size]], device=engine.device)
-        at += size
-        out, state, probes = engine.model(part, state, learn=learn, probe=True)
-        before = out[:, :1] if logits is None else logits.unsqueeze(1)
-        expected = torch.cat([before, out[:, :-1]], 1).float().log_softmax(-1)
-        chances.append(-expected.gather(-1, part.unsqueeze(-1))[0, :, 0])
-        traces.append([_trace(index, probe) for index, probe in enumerate(probes) if probe is not None])
-        logits = out[:, -1]
-    layers = [index for index, probe in enumerate(probes) if probe is not None]
-    nll = torch.cat(chances).tolist()
-    rows = [torch.cat([piece[i] for piece in traces]).tolist() for i in range(len(layers))]
     found = []
-    for place in range(len(past.unread), len(given)):
-        told = tuple(LayerTrace(layer, *rows[i][place]) for i, layer in enumerate(layers))
-        mean = sum(trace.surprise for trace in told) / len(told) if told else 0.0
-        first = past.logits is None and place == 0
-        found.append(
-            TokenSurprise(given[place], spell(engine, given[place]), None if first else nll[place], mean, told)
-        )
+    for trace in traces(engine, past, ids, learn):
+        for place, token in enumerate(trace.ids):
+            told = tuple(
+                LayerTrace(layer, *(trace.fields[name][i][place] for name in FIELDS))
+                for i, layer in enumerate(trace.layers)
+            )
+            mean = sum(layer.surprise for layer in told) / len(told) if told else 0.0
+            found.append(TokenSurprise(token, spell(engine, token), trace.nll[place], mean, told))
     return found
-
-
-def _trace(index: int, probe: Probe) -> Tensor:
-    """[T, fields] of one layer."""
-    columns = []
-    for name in FIELDS:
-        x = getattr(probe, name)[0].double().flatten(1)
-        columns.append(x.square().sum(1).sqrt() if name in ("surprise", "change") else x.mean(1))
-    return torch.stack(columns, 1)
 
 
 @torch.no_grad()

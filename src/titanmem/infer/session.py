@@ -25,6 +25,7 @@ from titanmem.infer.folder import SessionFolder
 from titanmem.infer.inspect import TokenSurprise, surprises
 from titanmem.infer.past import Past, reading
 from titanmem.infer.tokenlog import DRAWN, GIVEN, SETTLED, Record
+from titanmem.infer.trace import Trace, traces
 
 POLICIES = ("learning", "frozen")
 LONGEST = 65_536  # tokens of one record in the log
@@ -255,9 +256,16 @@ class Session:
     def surprise(self) -> list[TokenSurprise]:
         """What the memories made of every token of the last turn (the last `append` or `generate`; of a long
         append the last part)."""
+        return surprises(self.engine, *self._last())
+
+    @property
+    def trace(self) -> Trace:
+        """The same as columns."""
+        return Trace.join(list(traces(self.engine, *self._last())))
+
+    def _last(self) -> Turn:
         with self._gate:
-            turn = self._turn
-        return surprises(self.engine, turn.before, turn.ids, turn.learn)
+            return self._turn
 
     def set_policy(self, policy: str) -> None:
         """Learning or frozen from now on."""

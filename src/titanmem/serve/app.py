@@ -16,7 +16,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import titanmem
-from titanmem.serve import errors, openai, sessions
+from titanmem.serve import errors, inspector, openai, sessions
 from titanmem.serve.errors import Refusal
 from titanmem.serve.page import page
 from titanmem.serve.service import Service
@@ -53,6 +53,7 @@ def make_app(service: Service, expire_seconds: float | None = None) -> FastAPI:
     errors.install(app)
     openai.install(app, service)
     sessions.install(app, service)
+    inspector.install(app)
 
     @app.get("/health")
     async def health() -> dict[str, str]:

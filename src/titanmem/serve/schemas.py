@@ -108,7 +108,8 @@ class Append(Request):
     ids: list[Count] | None = None
     policy: Literal["learning", "frozen"] | None = None
     expect: Count | None = None
-    surprise: bool = False
+    surprise: Annotated[bool, Field(description="also tell what each token did")] = False
+    trace: Annotated[bool, Field(description="the same as columns")] = False
 
 
 class Fork(Request):

@@ -137,7 +137,11 @@ def install(app: FastAPI, service: Service) -> None:
 
         def work(session: Session) -> dict[str, Any]:
             count = session.append(tokens_of(session, given), given.expect, given.policy)
-            more = {"surprise": [seen.to_dict() for seen in session.surprise]} if given.surprise else {}
+            more: dict[str, Any] = {}
+            if given.surprise:
+                more["surprise"] = [seen.to_dict() for seen in session.surprise]
+            if given.trace:
+                more["trace"] = session.trace.to_dict()
             return about(session, owner, appended=count, **more)
 
         return await use(request, name, work)
@@ -197,6 +201,11 @@ def install(app: FastAPI, service: Service) -> None:
     async def surprise(name: str, request: Request) -> dict[str, Any]:
         """What the memories made of every token of the last turn: surprise, gates, change of the weights by layer."""
         return await use(request, name, lambda session: {"tokens": [seen.to_dict() for seen in session.surprise]})
+
+    @router.get("/{name}/trace")
+    async def trace(name: str, request: Request) -> dict[str, Any]:
+        """The same as columns: one list per layer and number."""
+        return await use(request, name, lambda session: session.trace.to_dict())
 
     @router.post("/{name}/inspect")
     async def inspect(name: str, given: Inspect, request: Request) -> dict[str, Any]:

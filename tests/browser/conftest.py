@@ -1,0 +1,65 @@
+"""One browser and one server for all tests of the inspector; every page is watched for errors and for strangers."""
+
+from __future__ import annotations
+
+import pytest
+from chromium import browsing, find_chromium
+
+from serve.server import serving
+
+
+@pytest.fixture(scope="session")
+def browser():
+    pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install playwright, or titanmem[dev]")
+    if find_chromium() is None:
+        pytest.skip("needs chromium, which is not installed here (Debian: apt-get install chromium)")
+    with browsing() as found:
+        yield found
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory):
+    with serving(tmp_path_factory.mktemp("store")) as found:
+        yield found
+
+
+@pytest.fixture
+def watched(browser):
+    """Makes pages; whatever a page logs as an error, throws, or asks of another host fails the test."""
+    contexts, problems = [], []
+
+    def make(address: str = "", allow: tuple[str, ...] = (), **settings):
+        context = browser.new_context(**{"viewport": {"width": 1200, "height": 800}, **settings})
+        context.set_default_timeout(10_000)
+        contexts.append(context)
+        page = context.new_page()
+
+        def log(message):
+            if message.type == "error" and not any(text in message.text for text in allow):
+                problems.append(message.text)
+
+        def ask(request):
+            if not request.url.startswith((address or "file:", "data:", "blob:")):
+                problems.append(f"asked for {request.url}")
+
+        page.on("console", log)
+        page.on("pageerror", lambda error: problems.append(str(error)))
+        page.on("request", ask)
+        return page
+
+    yield make
+    for context in contexts:
+        context.close()
+    assert problems == []
+
+
+@pytest.fixture
+def page(watched, server):
+    """The inspector on a server without sessions."""
+    service, address = server
+    for info in service.store.sessions(""):
+        service.live.delete(info.name, "")
+    found = watched(address)
+    found.goto(address)
+    found.locator("#model", has_text="small").wait_for()
+    return found
