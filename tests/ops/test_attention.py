@@ -8,7 +8,7 @@ import torch
 from support import assert_close
 from titanmem import backend
 from titanmem.layers.rotary import Rotary
-from titanmem.ops.attention import Prefix, window_attention
+from titanmem.ops.attention import Prefix, attend, window_attention
 
 
 def written_out(q, plain_q, k, v, window_len, prefix, visible, document):
@@ -53,6 +53,18 @@ def test_every_form_is_the_written_out_softmax(form, window_len, with_prefix, ra
     # FlexAttention's eager form keeps its log-sum-exp in float32
     rtol = 1e-5 if form == "flex" else 1e-11
     assert_close([y], [written_out(q, plain_q, k, v, window_len, prefix, visible, document)], rtol)
+
+
+def test_a_single_token_sees_prefix_and_rows_as_many_tokens_do():
+    generator = torch.Generator().manual_seed(0)
+    randn = lambda *s: torch.randn(*s, generator=generator, dtype=torch.float64)
+    q, plain_q, k, v = randn(3, 5, 2, 4), randn(3, 5, 2, 4), randn(3, 7, 2, 4), randn(3, 7, 2, 4)
+    prefix, mask = Prefix(randn(1, 3, 2, 4), randn(1, 3, 2, 4)), torch.rand(3, 5, 7, generator=generator) < 0.5
+    whole = attend(q, plain_q, k, v, mask, prefix)
+    for t in range(5):
+        with torch.no_grad():
+            one = attend(q[:, t : t + 1], plain_q[:, t : t + 1], k, v, mask[:, t : t + 1], prefix)
+        assert_close([one], [whole[:, t : t + 1]])
 
 
 def test_rotation_depends_on_differences_only_even_after_a_million_tokens():

@@ -73,6 +73,7 @@ def _delta(case: MemoryCase, device: torch.device, dtype: torch.dtype) -> tuple[
 def _titans_pytorch(case: MemoryCase, device: torch.device, dtype: torch.dtype) -> tuple[Work, Work]:
     from titans_pytorch import MemoryMLP, NeuralMemory
 
+    torch._C._jit_set_texpr_fuser_enabled(False)  # it cannot compile the library's scripted scan under autocast
     model = MemoryMLP(case.width, depth=case.depth, expansion_factor=case.hidden / case.width)
     layer: Any = NeuralMemory(
         dim=case.heads * case.width, heads=case.heads, dim_head=case.width, chunk_size=case.chunk,

@@ -35,7 +35,7 @@ class BlockConfig(Config):
     memory_tokens: int | None = None  # MAC: None is one per token, a number is that many from learned queries
     num_persistent: int = 128
     persistent_memory: bool = True  # the memory reads the persistent tokens before the first token
-    inner_residual: bool = True  # MAC and MAL: the first of memory and attention adds to x before the second reads it
+    inner_residual: bool = True  # MAC and MAL: the second of memory and attention reads x + what the first says
     rope_base: float = 10_000.0
 
     def __post_init__(self) -> None:

@@ -2,10 +2,13 @@
 
         h_j = M*(r_j)                 read with the weights at the segment's start      (paper, equation 21)
         y   = Attn([P | h | x])       token i sees P, and h_j, x_j with j ≤ i           (22, 23)
-        o   = y ⊗ M(y)                the memory writes y, then reads it                (24, 25)
+        o   = y ⊗ M(x + y)            the memory writes x + y, then reads it            (24, 25)
 
     columns     P P P | h₁ h₂ h₃ h₄ | x₁ x₂ x₃ x₄
     row x₂      ■ ■ ■ | ■  ■  ·  ·  | ■  ■  ·  ·          h_j and x_j share a position, P has none
+
+With y alone, as the paper writes it (`inner_residual=False`), the memory sees a token only through what attention makes
+of it, and learns to use it many times later; in the product, x would turn the signs of what the memory says.
 
 The second form reads a fixed number of memory tokens per segment with learned queries instead of one per token.
 """
@@ -70,7 +73,7 @@ class MACState(State):
 
 
 class MACBlock(Block):
-    """o = y ⊗ M(y) with y = Attn([P | M*(x) | x]), segment by segment."""
+    """o = y ⊗ M(x + y) with y = Attn([P | M*(x) | x]), segment by segment."""
 
     def __init__(self, config: BlockConfig) -> None:
         super().__init__(config)
@@ -159,9 +162,9 @@ class MACBlock(Block):
         held = new if whole else self._append(segment, new, position, context.layout)
         y = self._attend(q, plain_q, held, position)
         y = torch.where(finite, self.window.out(y.flatten(2)), float("nan"))
-        y = x + y if self.config.inner_residual else y
+        said = x + y if self.config.inner_residual else y
 
-        long, memory, probe = self.memory(self.write_norm(y), state.memory, None, context)
+        long, memory, probe = self.memory(self.write_norm(said), state.memory, None, context)
         out = self.combine(y, long)
         real = context.layout.real(tokens)
         out = out if real is None else torch.where(real.unsqueeze(-1), out, 0)

@@ -1,6 +1,11 @@
 """MAL: memory as a layer. The memory compresses, the window reads what it says.
 
-x ── M([P | x]) ── RMSNorm ── SWA(·; P) ── o              (paper, equations 29–31)
+x ──┬── M([P | x]) ──┬── + ── RMSNorm ── SWA(·; P) ── + ── o              (paper, equations 29–31)
+    └────────────────│───┘                            │
+                     └────────────────────────────────┘
+
+Both sums are those of two layers one upon the other. Without them, as the paper writes it (`inner_residual=False`),
+what the memory says reaches the stream only as one of window_len tokens that attention averages at first.
 """
 
 from __future__ import annotations
@@ -15,7 +20,7 @@ from titanmem.state import State
 
 
 class MALBlock(Block):
-    """o = SWA(RMSNorm(M(x)); P)."""
+    """o = M(x) + SWA(RMSNorm(x + M(x)); P)."""
 
     def __init__(self, config: BlockConfig) -> None:
         super().__init__(config)

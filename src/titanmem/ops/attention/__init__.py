@@ -31,10 +31,12 @@ def attend(q: Tensor, plain_q: Tensor, k: Tensor, v: Tensor, mask: Tensor, prefi
     """softmax attention of q [B, T, H, D] over k, v [B, S, H, D] where mask [B or 1, T, S] allows, plus the prefix.
 
     A prefix is scored with the unrotated `plain_q`. One kernel call does both: q and plain_q side by side meet keys
-    that are zero in the other half.
+    that are zero in the other half. For a single token the prefix's scores go in as a bias instead, which copies less.
     """
     width = q.shape[-1]
     scale = width**-0.5
+    if prefix is not None and q.shape[1] == 1 and not torch.is_grad_enabled():
+        return _attend_once(q, plain_q, k, v, mask, prefix, scale)
     if prefix is not None:
         batch, seen = q.shape[0], prefix.keys.shape[1]
         k = torch.cat([pad(prefix.keys.expand(batch, -1, -1, -1), (width, 0)), pad(k, (0, width))], 1)
@@ -44,6 +46,21 @@ def attend(q: Tensor, plain_q: Tensor, k: Tensor, v: Tensor, mask: Tensor, prefi
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     out = scaled_dot_product_attention(q, k, v, attn_mask=mask.unsqueeze(1), scale=scale)
     return out.transpose(1, 2)[..., :width]
+
+
+def _attend_once(
+    q: Tensor, plain_q: Tensor, k: Tensor, v: Tensor, mask: Tensor, prefix: Prefix, scale: float
+) -> Tensor:
+    """One query a row: the prefix has keys of zero, and its scores as bias."""
+    batch, _, heads, _ = q.shape
+    known = prefix.keys.expand(batch, -1, -1, -1)
+    scores = torch.einsum("bohd,bphd->bhop", plain_q * scale, known)
+    rest = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill_(~mask, float("-inf"))
+    bias = torch.cat([scores, rest.unsqueeze(1).expand(batch, heads, -1, -1)], -1)
+    k = torch.cat([torch.zeros_like(known), k], 1)
+    v = torch.cat([prefix.values.expand(batch, -1, -1, -1), v], 1)
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scale).transpose(1, 2)
 
 
 def window_attention(
