@@ -17,7 +17,7 @@ from support import assert_close, assert_same_state, small_model
 from titanmem import TitansLM, backend
 from titanmem.data.tokenizer import ByteTokenizer
 from titanmem.infer import Engine
-from titanmem.infer.graphs import Again, Graph, Seat, Slots
+from titanmem.infer.graphs import Again, Graph, Pieces, Seat, Slots
 from titanmem.infer.session import Session
 from titanmem.ops.backend import machine
 from titanmem.state import ModelState
@@ -46,9 +46,9 @@ class Blind(Again):
             return super().__call__()
 
 
-def make(case: str) -> TitansLM:
+def make(case: str, **changes: int) -> TitansLM:
     block = {"block": ["mac", "lmm", "mag"], "num_layers": 3} if case == "mac-lmm" else {}
-    model = small_model("mac" if block else case, **block)
+    model = small_model("mac" if block else case, **block, **changes)
     return model.to(DEVICE).eval().requires_grad_(False)
 
 
@@ -225,6 +225,47 @@ def test_the_step_kernel_writes_into_slots():
             expected, states[number] = one(model, token, states[number], True)
         assert_close([logits[number]], [expected], 1e-4)
         assert_same_state(found[number].alone(), states[number], 1e-4)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_pieces_of_a_text_are_read_as_without_a_graph(case):
+    model = make(case, segment_len=8)
+    reader, piece = Pieces(model, capture=Graph if GPU else Blind), 16  # whole chunks and segments, more than a window
+    texts = torch.randint(0, 39, (2, 5, 1, piece), generator=torch.Generator().manual_seed(3)).to(DEVICE)
+    states, expected = [model.start(1)] * 2, [model.start(1)] * 2
+    held = []
+    for pieces in texts.unbind(1):
+        for row, ids in enumerate(pieces):
+            held.append((states[row], expected[row]))
+            states[row] = reader.read(ids, states[row])
+            with torch.no_grad():
+                expected[row] = model(ids, expected[row])[1]
+    assert reader._graph is not None
+    for state, right in (*held, *zip(states, expected, strict=True)):  # older ones too: states are values
+        assert_same_state(state, right)
+
+
+def test_a_state_that_stands_within_a_chunk_is_read_without_the_graph():
+    model = make("mac", segment_len=8)
+    reader = Pieces(model, capture=Graph if GPU else Blind)
+    ids = torch.randint(0, 39, (1, 16), generator=torch.Generator().manual_seed(3)).to(DEVICE)
+    state = reader.read(ids, reader.read(ids, model.start(1)))
+    assert reader._graph is not None
+    with torch.no_grad():
+        _, within = model(ids[:, :5], state)
+        assert_same_state(reader.read(ids, within), model(ids, within)[1])
+
+
+def test_an_engine_with_graphs_reads_long_texts_as_one_without():
+    text = "The quick brown fox jumps over the lazy dog. " * 9
+    pasts = []
+    for graphs in (False, True):
+        with byte_engine("mac", graphs=graphs, piece=48) as engine:
+            session = engine.session()
+            session.append(text)
+            session.append(text, policy="frozen")
+            pasts.append(session.past)
+    assert same(*pasts)
 
 
 def test_buffers_of_a_graph_stay_where_they_are():

@@ -13,8 +13,10 @@ import torch
 
 from titanmem.bench import peers
 from titanmem.bench.timing import Work, interleaved, peak_gib
+from titanmem.infer.graphs import Pieces, Slots
 from titanmem.models.cost import flops_per_token, parameters
 from titanmem.models.language import TitansConfig, TitansLM
+from titanmem.state import ModelState
 from titanmem.train.config import OptimConfig
 from titanmem.train.optim import make_optimizer
 from titanmem.train.parallel import peak_flops
@@ -80,48 +82,62 @@ def reader(config: TitansConfig, device: torch.device) -> TitansLM:
 
 
 class DecodeStep:
-    """One token after the other; what is read stays in `state`."""
+    """One token after the other, launched or as the CUDA graph that the engine replays."""
 
-    def __init__(self, model: TitansLM, token: torch.Tensor, state: Any) -> None:
-        self.model, self.token, self.state = model, token, state
+    def __init__(self, model: TitansLM, state: ModelState, graph: bool) -> None:
+        self.model, self.state = model, state
+        self.slots = Slots(model) if graph else None
+        self.token = torch.zeros(1, 1, dtype=torch.int64, device=next(model.parameters()).device)
+        self.seats: list[Any] = [state]
 
     def __call__(self) -> None:
-        _, self.state = self.model(self.token, self.state)
+        if self.slots is None:
+            _, self.state = self.model(self.token, self.state)
+        else:
+            _, self.seats = self.slots.step([0], self.seats)
 
 
 @torch.no_grad()
 def bench_decode(
     models: Mapping[str, TitansConfig], contexts: Sequence[int], device: torch.device, repeats: int, piece: int = 4096
 ) -> Iterator[dict[str, Any]]:
-    """Milliseconds per token after reading so much, and what the state then weighs."""
+    """Milliseconds per token after reading so much, and what the state then weighs. On a GPU both ways: launched kernel
+    by kernel, and as a CUDA graph."""
     for name, config in models.items():
-        model, state, read = reader(config, device), None, 0
+        model = reader(config, device)
+        pieces, state, read = Pieces(model), model.start(1), 0
         for context in sorted(contexts):
             while read < context:
                 ids = torch.randint(0, config.vocab_size, (1, min(piece, context - read)), device=device)
-                _, state, _ = model.hidden(ids, state)
+                whole = ids.shape[1] == piece
+                state = pieces.read(ids, state) if whole else model.hidden(ids, state)[1]
                 read += ids.shape[1]
-            token = torch.randint(0, config.vocab_size, (1, 1), device=device)
-            step = DecodeStep(model, token, state)
-            timing = interleaved({"": step}, device, repeats, warmup=4)[""]
-            weight = step.state.nbytes
-            yield {"name": name, "context": context, "token_ms": asdict(timing), "state_mib": weight / 2**20}
+            ways = {"launched": DecodeStep(model, state, False)}
+            if device.type == "cuda":
+                ways["graph"] = DecodeStep(model, state, True)
+            timings = interleaved(dict(ways), device, repeats, warmup=4)
+            record = {"name": name, "context": context, "state_mib": ways["launched"].state.nbytes / 2**20}
+            yield record | {f"{way}_ms": asdict(timing) for way, timing in timings.items()}
 
 
 @torch.no_grad()
 def bench_stream(
     models: Mapping[str, TitansConfig], tokens: int, piece: int, device: torch.device
 ) -> Iterator[dict[str, Any]]:
-    """Read a stream of random tokens in pieces; speed and memory of every piece."""
+    """Read a stream of random tokens in pieces, as the engine does; speed and memory of every hundredth."""
     for name, config in models.items():
         model = reader(config, device)
-        model.hidden(torch.zeros(1, piece, dtype=torch.int64, device=device))  # kernels are compiled
-        state = None
-        for read in range(0, tokens, piece):
-            ids = torch.randint(0, config.vocab_size, (1, piece), device=device)
+        pieces, state = Pieces(model), model.start(1)
+        for _ in range(3):  # kernels are compiled, the graph is captured
+            state = pieces.read(torch.zeros(1, piece, dtype=torch.int64, device=device), state)
+        state, read = model.start(1), 0
+        part = max(piece, tokens // 100 // piece * piece)
+        while read < tokens:
             begin = time.perf_counter()
-            hidden, state, _ = model.hidden(ids, state)
-            hidden[0, -1, 0].item()  # waits for the device
-            seconds = time.perf_counter() - begin
+            for _ in range(part // piece):
+                state = pieces.read(torch.randint(0, config.vocab_size, (1, piece), device=device), state)
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            seconds, read = time.perf_counter() - begin, read + part
             held = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else None
-            yield {"name": name, "read": read + piece, "tokens_per_s": piece / seconds, "peak_gib": held}
+            yield {"name": name, "read": read, "tokens_per_s": part / seconds, "peak_gib": held}

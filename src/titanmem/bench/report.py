@@ -39,6 +39,7 @@ def save(records: Sequence[Record], what: str, folder: Path) -> Path:
 
 def draw(records: Sequence[Record], x: str, lines: dict[str, str], file: Path) -> None:
     """One picture per entry of `lines` (key of the record, title), against `x`, a line for every name."""
+    lines = {key: title for key, title in lines.items() if any(record.get(key) is not None for record in records)}
     figure, axes = new_figure(len(lines))
     for axis, (key, title) in zip(axes, lines.items(), strict=True):
         for name in dict.fromkeys(record["name"] for record in records):

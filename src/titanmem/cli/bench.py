@@ -133,7 +133,7 @@ def _decode(arguments: argparse.Namespace, device: Any) -> Iterator[dict[str, An
 def _stream(arguments: argparse.Namespace, device: Any) -> Iterator[dict[str, Any]]:
     from titanmem.bench.models import bench_stream
 
-    piece = 65_536 if device.type == "cuda" else 2048
+    piece = 4096 if device.type == "cuda" else 2048
     tokens = arguments.tokens or (2_097_152 if device.type == "cuda" else 16_384)
     return bench_stream(_configs(arguments, device), tokens, piece, device)
 
@@ -153,11 +153,17 @@ _COLUMNS = {
         "name": "model", "rows": "rows", "length": "length", "tokens_per_s": "tokens/s", "peak_gib": "GiB",
         "mfu": "MFU", "note": "",
     },
-    "decode": {"name": "model", "context": "context", "token_ms.median": "ms a token", "state_mib": "state MiB"},
+    "decode": {
+        "name": "model", "context": "context", "launched_ms.median": "ms a token", "graph_ms.median": "as a graph",
+        "state_mib": "state MiB",
+    },
     "stream": {"name": "model", "read": "tokens read", "tokens_per_s": "tokens/s", "peak_gib": "GiB"},
 }  # fmt: skip
 _PICTURES: dict[str, tuple[str, dict[str, str]]] = {
     "train": ("length", {"tokens_per_s": "tokens per second", "peak_gib": "peak memory, GiB"}),
-    "decode": ("context", {"token_ms": "milliseconds per token", "state_mib": "state, MiB"}),
+    "decode": (
+        "context",
+        {"launched_ms": "ms per token, launched", "graph_ms": "ms per token, CUDA graph", "state_mib": "state, MiB"},
+    ),
     "stream": ("read", {"tokens_per_s": "tokens per second", "peak_gib": "peak memory, GiB"}),
 }

@@ -32,7 +32,7 @@ import torch
 
 from titanmem.config import require
 from titanmem.data.tokenizer import Tokenizer, find_tokenizer
-from titanmem.infer.graphs import Slots
+from titanmem.infer.graphs import Pieces, Slots
 from titanmem.infer.past import Call, Job, Past, Place, Result, Row, alone
 from titanmem.models.language import TitansLM
 from titanmem.ops.backend import backend
@@ -119,6 +119,7 @@ class Engine:
         self.most_rows = most_rows
         self.graphs = self.device.type == "cuda" if graphs is None else graphs
         self._slots: dict[bool, Slots] = {}
+        self._pieces: dict[bool, Pieces] | None = {}
         self.work = Work()
         self._forms = {"memory": "triton", "streams": "triton"} if kernels else {}
         self._new: queue.SimpleQueue[_Task[Any] | None] = queue.SimpleQueue()
@@ -253,8 +254,13 @@ class Engine:
             except RuntimeError as error:
                 self.graphs = False
                 self._slots.clear()
-                cause = str(error.__context__ or error).partition("\n")[0]
-                logging.getLogger("titanmem").warning("%s decodes without CUDA graphs: %s", self.name, cause)
+                self._say_without("decodes", error)
+        elif self.graphs and self._pieces is not None and len(first.ids) == self.piece and not first.last:
+            try:
+                return [self._read_piece(first, self._pieces)]
+            except RuntimeError as error:
+                self._pieces = None
+                self._say_without("reads", error)
         ids = torch.tensor([list(call.ids) for call in calls], device=self.device)
         state = stack([call.state for call in calls])
         if not first.last and len(calls) == 1:
@@ -273,6 +279,17 @@ class Engine:
             self._slots[learn] = Slots(self.model, learn)
         logits, seats = self._slots[learn].step([call.ids[0] for call in calls], [call.state for call in calls])
         return [Result(*result) for result in zip(logits, seats, strict=True)]
+
+    def _read_piece(self, call: Call, pieces: dict[bool, Pieces]) -> Result:
+        """A piece of a text that goes on."""
+        if call.learn not in pieces:
+            pieces[call.learn] = Pieces(self.model, call.learn)
+        ids = torch.tensor([list(call.ids)], device=self.device)
+        return Result(None, pieces[call.learn].read(ids, alone(call.state)))
+
+    def _say_without(self, does: str, error: RuntimeError) -> None:
+        cause = str(error.__context__ or error).partition("\n")[0]
+        logging.getLogger("titanmem").warning("%s %s without CUDA graphs: %s", self.name, does, cause)
 
 
 def stack(states: Sequence[ModelState | Place]) -> ModelState:

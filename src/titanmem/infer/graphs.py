@@ -11,7 +11,8 @@ for a single row, and the host counts tokens to know when they are due.
     slot ─► settle                                   the slot's chunk is full: fold its writes into the weights
     slot ─► open                                     the slot's segment is full (MAC): start another
 
-Where there is no GPU the same steps run without a graph.
+Where there is no GPU the same steps run without a graph. A text that is read in pieces has a graph of its own:
+`Pieces`.
 """
 
 from __future__ import annotations
@@ -250,8 +251,9 @@ class Slots:
         return logits[:, -1]
 
     def _check_form(self, state: ModelState) -> None:
-        forms = [[(name, x.shape[1:]) for name, x in s.tensors()] for s in (state, self._blank)]
-        if forms[0] != forms[1]:
+        if [(name, shape[1:]) for name, shape in _form(state)] != [
+            (name, shape[1:]) for name, shape in _form(self._blank)
+        ]:
             raise RuntimeError("its state changes its form with the tokens, as that of full attention does")
 
     def _settle(self, which: Tensor, state: ModelState) -> None:
@@ -281,6 +283,61 @@ class Slots:
             spare, which, state, given = self._rows(1), self._zeros(1), self.state, self._which
             self._borders[name] = self._capture(lambda: work(which, spare), lambda: work(given, state), self._pool)
         return self._borders[name]
+
+
+class Pieces:
+    """A text read in equal pieces, as a CUDA graph of one of them. Not for several threads.
+
+    The graph fits states as they are between pieces that end where chunks and segments do, with windows that are full;
+    any other state is read without it. RuntimeError: this cannot be captured.
+    """
+
+    def __init__(self, model: TitansLM, learn: bool = True, capture: type[Graph] | type[Again] | None = None) -> None:
+        self.model, self.learn = model, learn
+        self.device = next(model.parameters()).device
+        self._capture = capture or (Graph if self.device.type == "cuda" else Again)
+        self._graph: Graph | Again | None = None
+        self._last: ModelState | None = None
+
+    @torch.no_grad()
+    def read(self, ids: Tensor, state: ModelState) -> ModelState:
+        """Read ids [1, T], the same T every time; returns the new state."""
+        if self._graph is None:
+            new = self._read(ids, state)
+            if _form(new) == _form(state):
+                self._prepare(ids, state)
+            return new
+        if _form(state) != self._fits:
+            return self._read(ids, state)
+        if state is not self._last:
+            self._fill(self._state, state)
+        self._ids.copy_(ids)
+        self._graph()
+        self._last = self._state.clone()
+        return self._last
+
+    def _read(self, ids: Tensor, state: ModelState) -> ModelState:
+        return self.model.hidden(ids, state, learn=self.learn)[1]
+
+    def _prepare(self, ids: Tensor, state: ModelState) -> None:
+        self._fits = _form(state)
+        self._state, self._ids = state.clone(), torch.zeros_like(ids)
+        spare = state.clone()
+        pool = torch.cuda.graph_pool_handle() if self._capture is Graph else None
+        with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
+            self._graph = self._capture(
+                lambda: self._fill(spare, self._read(ids, spare)),
+                lambda: self._fill(self._state, self._read(self._ids, self._state)),
+                pool,
+            )
+
+    def _fill(self, into: ModelState, state: ModelState) -> None:
+        for (_, old), (_, now) in zip(into.tensors(), state.tensors(), strict=True):
+            old.copy_(now)
+
+
+def _form(state: ModelState) -> list[tuple[str, torch.Size]]:
+    return [(name, x.shape) for name, x in state.tensors()]
 
 
 def _own(state: ModelState) -> ModelState:
