@@ -164,11 +164,15 @@ class State:
             raise ValueError(f"{path} is not a readable state file ({error}); save it again") from error
         if about.get("format") != FORMAT:
             raise ValueError(f"{path} holds {about.get('format', 'no titanmem state')!r}, expected {FORMAT!r}")
-        if int(about["version"]) > VERSION:
+        version = about.get("version", "")
+        if not version.isdecimal() or int(version) > VERSION:
             raise ValueError(
-                f"{path} has state version {about['version']}, this titanmem reads up to {VERSION}; upgrade titanmem"
+                f"{path} has state version {version!r}, this titanmem reads up to {VERSION}; upgrade titanmem"
             )
-        state = _rebuild(json.loads(about["tree"]), held, "")
+        try:
+            state = _rebuild(json.loads(about["tree"]), held, "")
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise ValueError(f"{path} does not describe a state ({error!r}); save it again") from error
         if not isinstance(state, cls):
             raise ValueError(f"{path} holds a {type(state).__name__}, expected a {cls.__name__}")
         return state

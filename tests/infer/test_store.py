@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from small import byte_engine, byte_model, same
 from titanmem.data.tokenizer import ByteTokenizer
@@ -252,7 +253,7 @@ def test_one_file_carries_a_session(bits, tmp_path):
 
 
 def test_files_that_are_no_state_of_the_model_are_refused(tmp_path):
-    engine = byte_engine("lmm")
+    engine = byte_engine("lmm", graphs=True)
     store = Store(tmp_path / "store", engine)
     session = engine.session()
     session.append("abcde")
@@ -261,18 +262,27 @@ def test_files_that_are_no_state_of_the_model_are_refused(tmp_path):
     bad = [
         replace(fast, start_weight=tuple(w[:, :, :-1] for w in fast.start_weight)),
         replace(fast, pending=replace(fast.pending, offset=torch.tensor([1000]))),
+        replace(fast, pending=replace(fast.pending, offset=torch.tensor([3]))),  # other than the next layer's
+        replace(fast, pending=(1, 2)),
     ]
-    for number, wrong in enumerate(bad):
-        block = replace(past.model.blocks[0], fast=wrong)
-        model = replace(past.model, blocks=(block, *past.model.blocks[1:]))
+    others = [replace(past.model.blocks[0], fast=wrong) for wrong in bad] + [replace(past.model.blocks[0], held=3)]
+    models = [replace(past.model, blocks=(block, *past.model.blocks[1:])) for block in others]
+    models += [replace(past.model, blocks=()), past]
+    pasts = [replace(past, model=model) for model in models]
+    pasts += [replace(past, tokens=2**70), replace(past, unread=(1.5,)), replace(past, answered="no")]
+    for number, wrong in enumerate(pasts):
         path = tmp_path / f"{number}.session"
-        snapshots.write(path, replace(past, model=model), engine.identity)
+        snapshots.write(path, wrong, engine.identity)
         with pytest.raises(ValueError, match="is no state of this model"):
             store.import_file(path)
     (tmp_path / "noise").write_bytes(b"noise" * 100)
     with pytest.raises(ValueError, match="not a readable state file"):
         store.import_file(tmp_path / "noise")
+    save_file({"x": torch.zeros(1)}, tmp_path / "tree", {"format": "titanmem.state", "version": "1", "tree": "[3]"})
+    with pytest.raises(ValueError, match="does not describe a state"):
+        store.import_file(tmp_path / "tree")
     assert store.sessions() == []
+    assert engine.graphs  # a bad file costs nobody anything
     session.append("still works")
 
 
@@ -300,8 +310,9 @@ def test_what_cannot_be_written_leaves_the_session_as_it_was(tmp_path, monkeypat
         session._snapshot_seconds = 0.0
         with pytest.warns(UserWarning, match="goes on without a new snapshot: .*no room"):
             session.append("and this")
-    past = session.past
-    session.close(save=False)
+        past = session.past
+        with pytest.warns(UserWarning, match="goes on without a new snapshot: .*no room"):
+            session.close()
     assert same(store.open("a").past, past)
 
 

@@ -43,6 +43,7 @@ def test_top_k_and_top_p_keep_the_likeliest():
     assert torch.isfinite(filter_logits(logits, 2, None)).tolist() == [[True, False, True, False]]
     assert torch.isfinite(filter_logits(logits, None, 0.5)).tolist() == [[True, False, False, False]]
     assert torch.isfinite(filter_logits(logits, None, 0.51)).tolist() == [[True, False, True, False]]
+    assert torch.isfinite(filter_logits(logits, None, 1e-300)).tolist() == [[True, False, False, False]]
     assert torch.isfinite(filter_logits(logits, None, 1.0)).all()
 
 

@@ -159,6 +159,14 @@ def test_requests_that_cannot_be_met_say_why(server):
         ("/v1/completions", ask | {"n": 17}, 400, "too_many_choices"),
         ("/v1/completions", ask | {"stop": [""]}, 400, "bad_stop"),
         ("/v1/completions", b"{", 422, "invalid_type"),
+        ("/v1/completions", b'{"prompt": "\xff"}', 400, "invalid_json"),
+        ("/v1/completions", ask | {"n": True}, 422, "invalid_type"),
+        ("/v1/completions", ask | {"session": ""}, 422, "invalid_type"),
+        ("/v1/completions", ask | {"session": {"name": "left", "expect": 3}}, 409, "session_moved_on"),
+        ("/v1/completions", ask | {"session": "left", "prompt": [999]}, 400, "invalid_value"),
+        ("/v1/completions", ask | {"session": "left", "prompt": "x" * 70_000}, 400, "context_length_exceeded"),
+        ("/v1/sessions", {"name": "left", "text": "x" * 70_000}, 413, "too_many_tokens"),
+        ("/v1/sessions/import", b"noise" * 9, 400, "invalid_value"),
         ("/v1/chat/completions", chat | {"messages": []}, 422, "invalid_type"),
         ("/v1/chat/completions", chat | {"tools": [{}]}, 422, "invalid_type"),
         ("/v1/chat/completions", chat | {"stream": True, "max_tokens": 10**6}, 400, "too_many_tokens"),
@@ -170,6 +178,10 @@ def test_requests_that_cannot_be_met_say_why(server):
     ]
     for path, given, status, code in cases:
         assert refused(call(address, path, given), status, code)
+    assert call(address, "/v1/sessions")[1]["data"] == []  # what was refused left nothing
+    wrong = call(address, "/v1/completions", b"prompt=x", **{"Content-Type": "application/x-www-form-urlencoded"})
+    assert refused(wrong, 422, "invalid_type")
+    assert "Content-Type: application/json" in wrong[1]["error"]["message"]
     for headers in ({"Host": "rebound.example"}, {"Origin": "https://elsewhere.example"}):
         assert refused(call(address, "/v1/models", **headers), 403, "not_local")
 
@@ -196,6 +208,45 @@ def test_a_client_that_goes_away_frees_its_slot_and_others_wait_for_one(stream, 
         assert service.active == 0
         assert 3 < service.store.info("long").tokens < 100_000
         assert call(address, "/v1/sessions/long/append", {"text": "go on"})[0] == 200
+
+
+def test_what_is_left_out_or_null_is_the_servers_choice(server):
+    _, address = server
+    status, made = call(address, "/v1/sessions", b"")
+    assert (status, made["tokens"]) == (201, 0)
+    assert call(address, f"/v1/sessions/{made['name']}/append", {"text": "abc"})[0] == 200
+    assert refused(call(address, f"/v1/sessions/{made['name']}/forget", {"since": True}), 422, "invalid_type")
+    status, forked = call(address, f"/v1/sessions/{made['name']}/fork", b"")
+    assert (status, forked["tokens"]) == (201, 3)
+    for name in (made["name"], forked["name"]):
+        call(address, f"/v1/sessions/{name}", method="DELETE")
+    ask = {"model": "small", "prompt": "x", "max_tokens": 3, "seed": 1, "top_p": 1e-300}
+    plain, nulls = (call(address, "/v1/completions", ask | more) for more in ({}, {"temperature": None, "n": None}))
+    assert plain[0] == nulls[0] == 200
+    assert plain[1]["choices"] == nulls[1]["choices"]
+
+
+def test_a_new_session_is_in_use_until_it_has_read_its_text(tmp_path):
+    with serving(tmp_path, limits=Limits(open_sessions=1)) as (_, address), ThreadPoolExecutor(8) as pool:
+        made = list(pool.map(lambda n: call(address, "/v1/sessions", {"name": f"s{n}", "text": "x" * 99}), range(16)))
+        assert [(status, session.get("tokens")) for status, session in made] == [(201, 99)] * 16
+
+
+def test_a_session_that_cannot_be_saved_fails_no_other_request(tmp_path, monkeypatch):
+    def full(*_, **__):
+        raise OSError("no room")
+
+    with serving(tmp_path, limits=Limits(open_sessions=1)) as (service, address):
+        call(address, "/v1/sessions", {"name": "a", "text": "abc"})
+        with monkeypatch.context() as patch:
+            patch.setattr("titanmem.infer.snapshot.write", full)
+            with pytest.warns(UserWarning, match="without a new snapshot"):
+                assert call(address, "/v1/sessions", {"name": "b", "text": "abcd"})[0] == 201
+            answer = call(address, "/v1/sessions/b/marks", {"name": "m"})
+            assert refused(answer, 507, "not_written")
+            assert str(tmp_path) not in answer[1]["error"]["message"]
+        assert service.live.count == 1
+        assert [call(address, f"/v1/sessions/{name}")[1]["tokens"] for name in "ab"] == [3, 4]
 
 
 def test_one_session_takes_one_request_after_the_other(server):

@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
     out.write_text(report(trace, name, f"{engine.name} read {read}, {how}"), encoding="utf-8")
     if not trace.layers:
         print(f"{engine.name} has no memory that learns: the page shows −log p alone", file=sys.stderr)
-    print(f"{read} of {name} in {out} ({out.stat().st_size / 2**20:.1f} MiB); open it in a browser")
+    print(f"{read} of {name} in {out} ({out.stat().st_size / 1024:,.0f} KiB); open it in a browser")
     return 0
 
 

@@ -26,7 +26,7 @@ from titanmem.data.shards import writing
 from titanmem.infer import snapshot
 from titanmem.infer.engine import Engine, Identity
 from titanmem.infer.past import Past
-from titanmem.infer.tokenlog import Record, TokenLog, replaying, scan, until
+from titanmem.infer.tokenlog import NotWritten, Record, TokenLog, replaying, scan, until
 
 FORMAT = 1
 MANIFEST = "session.json"
@@ -203,7 +203,7 @@ class SessionFolder:
             return snapshot.write(self.path / name, past, self.manifest.identity, self.bits, id=self.manifest.id)
         except OSError as error:
             (self.path / f"{name}.part").unlink(missing_ok=True)
-            raise ValueError(f"cannot write {self.path / name}: {error}; the log has everything") from error
+            raise NotWritten(f"cannot write {self.path / name}: {error}; the log has everything") from error
 
     def _records(self, first: int, bases: list[Base]) -> Iterator[Record]:
         for base in bases[first:]:

@@ -282,7 +282,7 @@ class Session:
             if self.closed:
                 return
             if save:
-                self._save()
+                self._try_save()
             self.closed = True
             if self._folder is not None:
                 self._folder.close()
@@ -316,12 +316,16 @@ class Session:
     def _commit(self, past: Past) -> None:
         self.past = past
         if self._folder is not None and self._seconds >= self._snapshot_seconds:
-            try:
-                self._save()
-            except (ValueError, OSError) as error:  # the log has everything
-                self._seconds = 0.0
-                warnings.warn(f"the session {self.name!r} goes on without a new snapshot: {error}", stacklevel=2)
+            self._try_save()
         self._changed(self)
+
+    def _try_save(self) -> None:
+        """A snapshot if it can be written; the log has everything."""
+        try:
+            self._save()
+        except (ValueError, OSError) as error:
+            self._seconds = 0.0
+            warnings.warn(f"the session {self.name!r} goes on without a new snapshot: {error}", stacklevel=3)
 
     def _save(self) -> None:
         if self._folder is not None and self._folder.manifest.bases[-1].tokens != self.past.tokens:

@@ -7,17 +7,18 @@ writes of the unfinished chunk all go through it; the logits do not. What that c
 from __future__ import annotations
 
 import os
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from titanmem.blocks.mac import SegmentState
 from titanmem.config import require
 from titanmem.infer.engine import Engine, Identity
 from titanmem.infer.past import Call, Job, Past, reading
-from titanmem.state import State
+from titanmem.state import ModelState, PendingWrites, State, parts
 
 FORMAT = 1
 LARGE = 256  # numbers; smaller tensors are not worth a scale
@@ -51,6 +52,7 @@ def read(path: Path, identity: Identity | None, device: torch.device | str = "cp
     """The past in a file. One of another model, or of a newer format, is refused with the reason."""
     found = Snapshot.load(path)
     about = found.about
+    require(isinstance(about, dict) and isinstance(found.past, Past), f"{path} holds no past of a session")
     number = about.get("format")
     require(
         isinstance(number, int) and 1 <= number <= FORMAT,
@@ -58,7 +60,9 @@ def read(path: Path, identity: Identity | None, device: torch.device | str = "cp
     )
     if identity is not None:
         check_identity(about, identity, str(path))
-    past = from_8_bits(found.past, found.scales) if about.get("bits") else found.past
+    count = len(list(found.past.tensors())) if about.get("bits") else 0
+    require(len(found.scales) == count, f"{path} has {len(found.scales)} scales for {count} tensors of 8 bits")
+    past = from_8_bits(found.past, found.scales) if count else found.past
     return past.to(device).clone(), about  # a mapped file need not be aligned as torch's own memory is
 
 
@@ -114,9 +118,13 @@ def relative_error(past: Past, other: Past) -> float:
 
 
 def check_fits(past: Past, engine: Engine, what: str) -> None:
-    """Refuse a file whose tensors are not those of the model: it came from outside."""
-    engine.model._check_state(past.model, 1)
+    """Refuse a file whose values are not those of the model: it came from outside."""
     try:
+        require(isinstance(past.model, ModelState), "it holds no state of a model")
+        engine.model._check_state(past.model, 1)
+        require(type(past.tokens) is int and past.tokens < 2**53, "its count of tokens is wrong")
+        require(all(type(i) is int for i in past.unread), "its unread token is no id")
+        require(isinstance(past.answered, bool), "it does not say who spoke last")
         step = engine.submit(reading(engine.start, [0], 1)).result()
         known: dict[str, set[tuple[Any, ...]]] = {}
         for form in (engine.start, step):
@@ -126,11 +134,33 @@ def check_fits(past: Past, engine: Engine, what: str) -> None:
             require((x.dtype, _shape(name, x)) in known.get(name, set()), f"{name} is {x.dtype} {list(x.shape)}")
             if not x.is_floating_point():
                 require(bool((x >= 0).all()), f"{name} is negative")
+        forms = [_form(state) for state in (past.model.matched(step.model), step.model)]
+        require(forms[0] == forms[1], "it has other parts")
+        _check_places(past.model, engine)
         require(all(0 <= i < engine.identity.vocab_size for i in past.unread), "an id is outside the vocabulary")
         require(past.tokens >= len(past.unread) and len(past.unread) <= 1, "its count of tokens is wrong")
-        engine.submit(_once(Call(past.unread or (0,), past.model))).result()  # a place outside its buffers shows here
-    except (ValueError, RuntimeError, IndexError, TypeError, AttributeError) as error:
+        engine.submit(_once(Call(past.unread or (0,), past.model))).result()
+    except Exception as error:  # it may hold anything
         raise ValueError(f"{what} is no state of this model: {error}") from error
+
+
+def _form(value: Any) -> Any:
+    """What a state is made of, whatever its numbers are."""
+    if isinstance(value, State):
+        return type(value), [_form(getattr(value, field.name)) for field in fields(value)]
+    if isinstance(value, tuple):
+        return [_form(item) for item in value]
+    return Tensor if isinstance(value, Tensor) else value
+
+
+def _check_places(state: ModelState, engine: Engine) -> None:
+    """Refuse places outside the buffers, which would end a GPU's work for everybody."""
+    config = engine.model.config
+    chunks = {int(part.offset) for part in parts(state, PendingWrites)}
+    segments = {int(part.offset) for part in parts(state, SegmentState)}
+    for places, length in ((chunks, config.memory_config().chunk_len), (segments, config.segment_len)):
+        fine = len(places) <= 1 and max(places, default=0) < length
+        require(fine, f"its layers stand at {sorted(places)} of {length}")
 
 
 def _once(call: Call) -> Job[None]:

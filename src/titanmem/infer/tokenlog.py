@@ -55,6 +55,10 @@ class Record:
         return Record(kind, tuple(tokens.tolist()), bool(learn), piece), end
 
 
+class NotWritten(ValueError):
+    """The disk is full or failed; the session is what it was."""
+
+
 class TokenLog:
     """One file, open for appending. Whoever has it holds the session's lock."""
 
@@ -79,7 +83,7 @@ class TokenLog:
             require(written == len(data), f"cannot write {self.path}: the disk is full")
         except (OSError, ValueError) as error:
             os.ftruncate(self._file, self.length)
-            raise ValueError(f"cannot write {self.path}: {error}; nothing of this was kept") from error
+            raise NotWritten(f"cannot write {self.path}: {error}; nothing of this was kept") from error
         self.length += len(data)
 
     def cut(self, length: int) -> None:

@@ -63,6 +63,7 @@ def filter_logits(logits: Tensor, top_k: int | None, top_p: float | None) -> Ten
         ordered, index = logits.sort(stable=True, dim=-1, descending=True)
         mass = ordered.softmax(-1)
         drop = mass.cumsum(-1) - mass >= top_p  # the token that crosses top_p stays
+        drop[..., 0] = False  # and so does the likeliest, however small top_p is
         logits = logits.masked_fill(drop.gather(-1, index.argsort(-1)), -torch.inf)
     return logits
 

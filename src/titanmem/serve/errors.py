@@ -13,6 +13,7 @@ from starlette.exceptions import HTTPException
 
 from titanmem.infer import Conflict, QuotaExceeded, SessionBusy
 from titanmem.infer.store import NameTaken, UnknownSession
+from titanmem.infer.tokenlog import NotWritten
 
 
 class Refusal(Exception):
@@ -40,9 +41,11 @@ def refusal_of(error: Exception) -> Refusal:
     if isinstance(error, Refusal):
         return error
     for kind, status, code in STATUS:
-        if isinstance(error, kind):
+        if isinstance(error, kind) and not isinstance(error, NotWritten):
             return Refusal(status, str(error), code)
     traceback.print_exception(error, file=sys.stderr)
+    if isinstance(error, (NotWritten, OSError)):
+        return Refusal(507, "the server's disk is full or failed; nothing of this was kept", "not_written")
     return Refusal(500, "the server failed; its log says why", "internal_error")
 
 
@@ -67,15 +70,22 @@ def install(app: FastAPI) -> None:
 
     async def invalid(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, RequestValidationError)
-        first = error.errors()[0]
-        place = ".".join(str(part) for part in first["loc"] if part != "body")
+        first, *others = error.errors()
+        where = first["loc"][1:]
+        same = [other for other in others if other["loc"][1:2] == where[:1]]  # what else the field might have been
+        place = ".".join(str(part) for part in (where[:1] if same else where))
+        says = ", or ".join(dict.fromkeys(one["msg"] for one in (first, *same[:4])))
+        kind = request.headers.get("content-type", "")
+        if not where and "json" not in kind:
+            says = f"send JSON with the header Content-Type: application/json, not {kind!r}"
         code = "unknown_field" if first["type"] == "extra_forbidden" else "invalid_type"
-        return response(Refusal(422, f"{place or 'the body'}: {first['msg']}", code, place or None))
+        return response(Refusal(422, f"{place or 'the body'}: {says}", code, place or None))
 
     async def plain(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
-        code = {404: "unknown_path", 405: "method_not_allowed"}.get(error.status_code)
-        return response(Refusal(error.status_code, f"{request.method} {request.url.path}: {error.detail}", code))
+        code = {400: "invalid_json", 404: "unknown_path", 405: "method_not_allowed"}.get(error.status_code)
+        says = "the body is no JSON in UTF-8" if error.status_code == 400 else error.detail
+        return response(Refusal(error.status_code, f"{request.method} {request.url.path}: {says}", code))
 
     for kind in (Refusal, ValueError, Exception):
         app.add_exception_handler(kind, ours)

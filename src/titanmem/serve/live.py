@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from threading import Lock
 
 from titanmem.infer import Session, SessionBusy, Store
+from titanmem.infer.store import UnknownSession
 
 Place = tuple[str, str]  # owner, name
 
@@ -43,15 +44,41 @@ class Live:
     def use(self, name: str, owner: str, create: bool = False) -> Iterator[Session]:
         """A session for a while; several may use it, one operation at a time."""
         with self._hold(name, owner) as entry:
+            made = False
             with entry.lock:
                 if entry.session is None:
-                    entry.session = self.store.open(name, owner, create)
-            yield entry.session
+                    try:
+                        entry.session = self.store.open(name, owner)
+                    except UnknownSession:
+                        if not create:
+                            raise
+                        entry.session, made = self.store.create(name, owner), True
+                session = entry.session
+            with self._undone(entry, owner) if made else nullcontext():
+                yield session
 
-    def adopt(self, session: Session, owner: str) -> None:
-        """Keep a session that was opened elsewhere."""
-        with self._hold(session.name, owner) as entry, entry.lock:
-            entry.session = session
+    @contextmanager
+    def adopt(self, session: Session, owner: str) -> Iterator[Session]:
+        """Use a session that was just made, and keep it."""
+        with self._hold(session.name, owner) as entry:
+            with entry.lock:
+                entry.session = session
+            with self._undone(entry, owner):
+                yield session
+
+    @contextmanager
+    def _undone(self, entry: _Entry, owner: str) -> Iterator[None]:
+        """A session made for something that fails goes again, unless it has read something or others use it."""
+        try:
+            yield
+        except BaseException:
+            with entry.lock:
+                made = entry.session
+                if made is not None and made.tokens == 0 and entry.users == 1:
+                    made.close(save=False)
+                    entry.session = None
+                    self.store.delete(made.name, owner)
+            raise
 
     def delete(self, name: str, owner: str) -> None:
         """Close a session that nobody uses, and delete it."""
@@ -100,11 +127,13 @@ class Live:
                     return
                 place, entry = idle[0]
                 entry.users += 1  # nobody else closes it
-            with entry.lock:
-                if entry.users == 1 and entry.session is not None:
-                    entry.session.close()
-                    entry.session = None
-            with self._lock:
-                entry.users -= 1
-                if entry.session is None and entry.users == 0:
-                    self._entries.pop(place, None)
+            try:
+                with entry.lock:
+                    if entry.users == 1 and entry.session is not None:
+                        entry.session.close()
+                        entry.session = None
+            finally:
+                with self._lock:
+                    entry.users -= 1
+                    if entry.session is None and entry.users == 0:
+                        self._entries.pop(place, None)

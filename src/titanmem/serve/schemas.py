@@ -4,20 +4,21 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Policy = Literal["learning", "frozen", "fork"]
 Count = Annotated[int, Field(ge=0)]
+Name = Annotated[str, Field(min_length=1)]  # the store says what else a name must be
 
 
 class Request(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", strict=True)  # true is no number, "3" is none either
 
 
 class SessionChoice(Request):
     """`fork`: answer from a copy; the session stays as it is. `expect`: refuse unless it has so many tokens."""
 
-    name: str
+    name: Name
     policy: Policy | None = None
     create: bool = True
     expect: Count | None = None
@@ -41,7 +42,7 @@ class Generation(Request):
     stream_options: StreamOptions | None = None
     top_k: Annotated[int, Field(ge=1)] | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] = 1.0
-    session: str | SessionChoice | None = Field(None, description="whose memory to use; created if there is none")
+    session: Name | SessionChoice | None = Field(None, description="whose memory to use; created if there is none")
 
     # of OpenAI's interface: taken if they ask for nothing
     frequency_penalty: Literal[0] | None = None
@@ -54,6 +55,12 @@ class Generation(Request):
     service_tier: Any = None
     safety_identifier: Any = None
     prompt_cache_key: Any = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_null(cls, given: Any) -> Any:
+        """null is what a client says that leaves a field to the server."""
+        return {key: value for key, value in given.items() if value is not None} if isinstance(given, dict) else given
 
 
 class Completion(Generation):

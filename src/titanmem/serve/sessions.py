@@ -40,9 +40,9 @@ def install(app: FastAPI, service: Service) -> None:
     def about(session: Session, owner: str, **more: Any) -> dict[str, Any]:
         return {**told(store.info(session.name, owner)), "marks": session.marks, "state_bytes": session.nbytes, **more}
 
-    def tokens_of(session: Session, given: Append | Inspect | Compare) -> list[int]:
+    def tokens_of(given: Append | Inspect | Compare) -> list[int]:
         require((given.text is None) != (given.ids is None), "give text or ids, one of them")
-        ids = session.encode(given.text if given.text is not None else given.ids or [])
+        ids: list[int] = service.engine.session().encode(given.text if given.text is not None else given.ids or [])
         if len(ids) > limits.prompt_tokens:
             raise Refusal(
                 413, f"the text has {len(ids)} tokens, at most {limits.prompt_tokens} are taken at once; send parts",
@@ -51,16 +51,15 @@ def install(app: FastAPI, service: Service) -> None:
         return ids
 
     @router.post("", status_code=201)
-    async def create(given: NewSession, request: Request) -> dict[str, Any]:
+    async def create(request: Request, given: NewSession = NewSession()) -> dict[str, Any]:  # noqa: B008
         """A new session, with a first text if one is given."""
         owner = service.owner(request)
 
         def work() -> dict[str, Any]:
-            session = store.create(given.name, owner, given.policy)
-            live.adopt(session, owner)
-            if given.text:
-                session.append(tokens_of(session, Append(text=given.text)))
-            return about(session, owner)
+            ids = tokens_of(Append(text=given.text or ""))
+            with live.adopt(store.create(given.name, owner, given.policy), owner) as session:
+                session.append(ids)
+                return about(session, owner)
 
         return await service.run(work)
 
@@ -88,7 +87,7 @@ def install(app: FastAPI, service: Service) -> None:
         handle, path = tempfile.mkstemp(suffix=".session")
         try:
             size = 0
-            with os.fdopen(handle, "wb") as file:
+            with os.fdopen(handle, "wb") as file, service.slot():
                 async for block in request.stream():
                     size += len(block)
                     if size > limits.import_bytes:
@@ -100,8 +99,8 @@ def install(app: FastAPI, service: Service) -> None:
                     session = store.import_file(path, name, owner)
                 except ValueError as error:
                     raise type(error)(str(error).replace(path, "the file")) from error
-                live.adopt(session, owner)
-                return about(session, owner)
+                with live.adopt(session, owner):
+                    return about(session, owner)
 
             return await service.run(work)
         finally:
@@ -136,7 +135,7 @@ def install(app: FastAPI, service: Service) -> None:
         owner = service.owner(request)
 
         def work(session: Session) -> dict[str, Any]:
-            count = session.append(tokens_of(session, given), given.expect, given.policy)
+            count = session.append(tokens_of(given), given.expect, given.policy)
             more: dict[str, Any] = {}
             if given.surprise:
                 more["surprise"] = [seen.to_dict() for seen in session.surprise]
@@ -147,14 +146,13 @@ def install(app: FastAPI, service: Service) -> None:
         return await use(request, name, work)
 
     @router.post("/{name}/fork", status_code=201)
-    async def fork(name: str, given: Fork, request: Request) -> dict[str, Any]:
+    async def fork(name: str, request: Request, given: Fork = Fork()) -> dict[str, Any]:  # noqa: B008
         """A second session with the same past."""
         owner = service.owner(request)
 
         def work(session: Session) -> dict[str, Any]:
-            other = store.fork(session, given.name)
-            live.adopt(other, owner)
-            return about(other, owner)
+            with live.adopt(store.fork(session, given.name), owner) as other:
+                return about(other, owner)
 
         return await use(request, name, work)
 
@@ -181,7 +179,7 @@ def install(app: FastAPI, service: Service) -> None:
         return await use(request, name, work)
 
     @router.post("/{name}/marks", status_code=201)
-    async def mark(name: str, given: Mark, request: Request) -> dict[str, Any]:
+    async def mark(name: str, request: Request, given: Mark = Mark()) -> dict[str, Any]:  # noqa: B008
         """A place to return to."""
         owner = service.owner(request)
         return await use(request, name, lambda session: about(session, owner, mark=session.mark(given.name)))
@@ -212,7 +210,7 @@ def install(app: FastAPI, service: Service) -> None:
         """The same of a text that the session does not read."""
 
         def work(session: Session) -> dict[str, Any]:
-            seen = surprises(session.engine, session.past, tokens_of(session, given), given.learn)
+            seen = surprises(session.engine, session.past, tokens_of(given), given.learn)
             return {"tokens": [token.to_dict() for token in seen]}
 
         return await use(request, name, work)
@@ -222,7 +220,7 @@ def install(app: FastAPI, service: Service) -> None:
         """What comes after a prompt with a fresh, the frozen and the learning memory."""
 
         def work(session: Session) -> dict[str, Any]:
-            return compare(session.engine, session.past, tokens_of(session, given), given.top)
+            return compare(session.engine, session.past, tokens_of(given), given.top)
 
         return await use(request, name, work)
 

@@ -1,6 +1,7 @@
 // The server. A key is asked for when one is needed and stays in this tab's sessionStorage.
 
 const KEY = "titanmem-key";
+const SILENT = "The server does not answer. See whether titanmem serve still runs, then try again.";
 
 export class ApiError extends Error {
   constructor(message, status, code) {
@@ -53,9 +54,10 @@ export class Api {
     try {
       answer = await fetch(path, { method, headers, body: body === undefined ? undefined : JSON.stringify(body) });
     } catch {
-      throw new ApiError("The server does not answer. See whether titanmem serve still runs, then try again.", 0);
+      throw new ApiError(SILENT, 0);
     }
     const told = await answer.json().catch(() => null);
+    if (answer.ok && !told) throw new ApiError(SILENT, 0); // it died before the end of what it said
     if (answer.ok) return told;
     const error = told?.error;
     throw new ApiError(advice(error?.message ?? `status ${answer.status}`, error?.code, answer.headers), answer.status, error?.code);
