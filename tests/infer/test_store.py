@@ -235,6 +235,28 @@ def test_an_append_can_expect_a_place(tmp_path):
     assert session.tokens == 3
 
 
+def test_a_text_with_a_key_is_read_once(tmp_path):
+    with byte_engine() as engine:
+        store = Store(tmp_path, engine)
+        with store.open("a", create=True) as session, store.open("b", create=True) as plain:
+            for text in ("first ", "second ", "third "):
+                plain.append(text)
+            assert session.append("first ", key="1") == session.append("first ", expect=0, key="1") == 6
+            session.append("second ", key="2")
+            session.save()
+            session.append("third ", key="3")
+            assert same(session.past, plain.past)
+            with pytest.raises(Conflict, match="'3' was used with another text, of 6 tokens; this has 7"):
+                session.append("another", key="3")
+        with store.open("a") as session:  # another process: keys before and behind the snapshot are known
+            for key, text in (("2", "second "), ("3", "third ")):
+                session.append(text, key=key)
+            assert session.tokens == 19
+            session.forget_since(13)
+            session.append("third ", key="3")
+            assert session.tokens == 19
+
+
 @pytest.mark.parametrize("bits", [0, 8])
 def test_one_file_carries_a_session(bits, tmp_path):
     engine = byte_engine("mac")

@@ -56,6 +56,17 @@ def server(tmp_path_factory):
         yield found
 
 
+def test_a_text_that_is_sent_again_with_its_key_is_not_read_again(server):
+    _, address = server
+    call(address, "/v1/sessions", {"name": "twice"})
+    for _ in range(2):
+        again = call(address, "/v1/sessions/twice/append", {"text": "def"}, **{"Idempotency-Key": "one"})[1]
+        assert (again["tokens"], again["appended"]) == (3, 3)
+    status, wrong = call(address, "/v1/sessions/twice/append", {"text": "other"}, **{"Idempotency-Key": "one"})
+    assert (status, "another text" in wrong["error"]["message"]) == (409, True)
+    call(address, "/v1/sessions/twice", method="DELETE")
+
+
 def test_a_session_from_its_making_to_its_end(server):
     _, address = server
     status, made = call(address, "/v1/sessions", {"name": "life", "text": "the beginning"})

@@ -16,8 +16,9 @@ import fcntl
 import json
 import os
 import shutil
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +27,11 @@ from titanmem.data.shards import writing
 from titanmem.infer import snapshot
 from titanmem.infer.engine import Engine, Identity
 from titanmem.infer.past import Past
-from titanmem.infer.tokenlog import NotWritten, Record, TokenLog, replaying, scan, until
+from titanmem.infer.tokenlog import NotWritten, Record, TokenLog, keys_in, replaying, scan, until
 
 FORMAT = 1
 MANIFEST = "session.json"
+MOST_KEYS = 256  # of texts, remembered longer than their log
 KEPT = 2  # snapshots: should the newest be damaged, the one before it and its log give the same state
 
 
@@ -56,6 +58,7 @@ class Manifest:
     bases: tuple[Base, ...] = ()  # oldest first
     marks: dict[str, Base] = field(default_factory=dict)  # their logs are empty names
     next: int = 0  # number of the next file
+    keys: dict[str, int] = field(default_factory=dict)  # of texts before the last log: tokens read with each
 
     def save(self, folder: Path) -> None:
         with writing(folder / MANIFEST) as file:
@@ -91,6 +94,8 @@ class SessionFolder:
             snapshot.check_identity(asdict(self.manifest.identity), engine.identity, f"the session in {path}")
             self._sweep()
             self.log = TokenLog(path / self.manifest.bases[-1].log)
+            self.keys = Counter({_words(key): count for key, count in self.manifest.keys.items()})
+            self.keys.update(keys_in(self.log.records))
         except BaseException:
             os.close(self._lock)
             raise
@@ -157,18 +162,17 @@ class SessionFolder:
             state = f"{number}.safetensors"
             self._write(state, past)
         marks = {name: base for name, base in self.manifest.marks.items() if base.tokens <= past.tokens and past.tokens}
-        self._change((Base(past.tokens, f"{number}.log", state),), marks)
+        self._change((Base(past.tokens, f"{number}.log", state),), marks, keys={})
+        self.keys.clear()
 
     def set_policy(self, policy: str) -> None:
-        now = self.manifest
-        self.manifest = Manifest(now.id, now.identity, policy, now.bases, now.marks, now.next)
+        self.manifest = replace(self.manifest, policy=policy)
         self.manifest.save(self.path)
 
     def drop_mark(self, name: str) -> None:
         require(name in self.manifest.marks, f"there is no mark {name!r}")
-        now = self.manifest
-        marks = {key: base for key, base in now.marks.items() if key != name}
-        self.manifest = Manifest(now.id, now.identity, now.policy, now.bases, marks, now.next)
+        marks = {key: base for key, base in self.manifest.marks.items() if key != name}
+        self.manifest = replace(self.manifest, marks=marks)
         self.manifest.save(self.path)
         self._sweep()
 
@@ -182,7 +186,7 @@ class SessionFolder:
             link(self.path / state, path / state)
         shutil.copyfile(self.path / base.log, path / base.log)
         snapshot.sync(path / base.log)
-        Manifest(id, now.identity, now.policy, (base,), now.marks, now.next).save(path)
+        replace(now, id=id, bases=(base,)).save(path)
         snapshot.sync(path.parent)
 
     @property
@@ -210,12 +214,20 @@ class SessionFolder:
             path = self.path / base.log
             yield from scan(path.read_bytes(), path)[0]
 
-    def _change(self, bases: tuple[Base, ...], marks: dict[str, Base], policy: str | None = None) -> None:
+    def _change(
+        self,
+        bases: tuple[Base, ...],
+        marks: dict[str, Base],
+        policy: str | None = None,
+        keys: dict[str, int] | None = None,
+    ) -> None:
         """Put a new manifest in force, whose last base has an empty log."""
         now = self.manifest
         new = TokenLog(self.path / bases[-1].log)
         new.sync()
-        changed = Manifest(now.id, now.identity, policy or now.policy, bases, marks, now.next + 1)
+        if keys is None:
+            keys = {_hex(key): count for key, count in list(self.keys.items())[-MOST_KEYS:] if key}
+        changed = replace(now, policy=policy or now.policy, bases=bases, marks=marks, next=now.next + 1, keys=keys)
         changed.save(self.path)
         self.manifest = changed
         self.log.close()
@@ -230,6 +242,14 @@ class SessionFolder:
         for file in self.path.iterdir():
             if file.name not in named:
                 file.unlink(missing_ok=True)
+
+
+def _hex(key: tuple[int, ...]) -> str:
+    return "".join(f"{word:08x}" for word in key)
+
+
+def _words(key: str) -> tuple[int, ...]:
+    return tuple(int(key[at : at + 8], 16) for at in range(0, len(key), 8))
 
 
 def lock(folder: Path) -> int:

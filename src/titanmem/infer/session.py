@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import queue
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -24,7 +25,7 @@ from titanmem.infer.engine import Engine
 from titanmem.infer.folder import SessionFolder
 from titanmem.infer.inspect import TokenSurprise, surprises
 from titanmem.infer.past import Past, reading
-from titanmem.infer.tokenlog import DRAWN, GIVEN, SETTLED, Record
+from titanmem.infer.tokenlog import DRAWN, GIVEN, SETTLED, Record, key_words
 from titanmem.infer.trace import Trace, traces
 
 POLICIES = ("learning", "frozen")
@@ -67,6 +68,7 @@ class Session:
         self._folder, self._changed = folder, on_change or (lambda session: None)
         self._before_mark = before_mark
         self._marks: dict[str, Past] = {}
+        self._keys: Counter[tuple[int, ...]] = Counter() if folder is None else folder.keys  # tokens read with each
         self._turn = Turn(self.past, [], True)
         self._seconds = 0.0  # of computing since the last snapshot: what a restart would have to do again
         self._snapshot_seconds = snapshot_seconds
@@ -104,20 +106,29 @@ class Session:
         require(all(0 <= i < most for i in ids), f"ids must lie in 0 … {most - 1}")
         return ids
 
-    def append(self, text: str | Sequence[int], expect: int | None = None, policy: str | None = None) -> int:
-        """Read a text or ids; returns how many tokens. `expect`: refuse if the session has not so many tokens before,
-        for callers that do not know whether an earlier attempt went through. `policy`: for this text alone. More than
-        65,536 tokens count part by part."""
+    def append(
+        self, text: str | Sequence[int], expect: int | None = None, policy: str | None = None, key: str | None = None
+    ) -> int:
+        """Read a text or ids; returns how many tokens. For callers that do not know whether an earlier attempt went
+        through: what was read with the same `key` before is not read again (the last 256 keys are known), and `expect`
+        refuses if the session has not so many tokens before. `policy`: for this text alone. More than 65,536 tokens
+        count part by part."""
         with self._alone():
-            self._check_expected(expect)
-            ids = self.encode(text)
-            self._check_room(len(ids))
+            ids, words = self.encode(text), () if key is None else key_words(key)
+            done = self._keys[words] if words else 0
+            if done > len(ids) or (done < len(ids) and done % LONGEST):
+                raise Conflict(f"the key {key!r} was used with another text, of {done} tokens; this has {len(ids)}")
+            if not done:
+                self._check_expected(expect)
+            self._check_room(len(ids) - done)
             learn = self._learns(policy)
-            for first in range(0, len(ids), LONGEST):
+            for first in range(done, len(ids), LONGEST):
                 part, before = ids[first : first + LONGEST], self.past
                 with _Change(self._folder) as change:
-                    past = self._read(part, learn)
+                    past = self._read(part, learn, words)
                     self._sync(change)
+                    if words:
+                        self._keys[words] += len(part)
                     self._commit(past)
                 self._turn = Turn(before, part, learn)
             return len(ids)
@@ -297,14 +308,14 @@ class Session:
         require(policy is None or policy in POLICIES, f"a policy is one of {', '.join(POLICIES)}, got {policy!r}")
         return (policy or self.policy) == "learning"
 
-    def _read(self, ids: list[int], learn: bool) -> Past:
+    def _read(self, ids: list[int], learn: bool, key: tuple[int, ...] = ()) -> Past:
         """Read ids and log them."""
         begin = perf_counter()
         piece = self.engine.piece
         past = self.engine.submit(reading(self.past, ids, piece, learn)).result()
         self._seconds += perf_counter() - begin
         if self._folder is not None and ids:
-            self._folder.log.append(Record(GIVEN, tuple(ids), learn, piece))
+            self._folder.log.append(Record(GIVEN, tuple(ids), learn, piece, key))
         return past
 
     def _sync(self, change: _Change) -> None:
@@ -338,6 +349,7 @@ class Session:
             self._folder.go_to(past)
         self._marks = {name: p for name, p in self._marks.items() if p.tokens <= past.tokens and past.tokens}
         self.past, self._turn, self._seconds = past, Turn(past, [], True), 0.0
+        self._keys.clear()
         self._changed(self)
 
     def _check_expected(self, expect: int | None) -> None:

@@ -1,7 +1,7 @@
 """The log of a session: what was read and drawn since a snapshot, in order; reading it again gives the same state.
 
     file      magic, then records
-    record    count, crc32 of all that follows | kind, learn, piece | tokens
+    record    count, crc32 of all that follows | kind, learn, piece | [key] tokens
 
 A record that was being written when the process died is cut off at the next opening; a damaged one with others behind
 it is an error. Appending is one write, so that a killed process loses nothing; `sync` makes it last through a power
@@ -10,9 +10,11 @@ failure.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import struct
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,21 +27,25 @@ from titanmem.infer.past import Job, Past, reading, repeating, settling
 MAGIC = b"titanmem log 1\n\0"
 HEAD = struct.Struct("<II")
 BODY = struct.Struct("<BBHI")
-GIVEN, DRAWN, SETTLED = 1, 2, 3
+GIVEN, DRAWN, SETTLED, KEYED = 1, 2, 3, 4
+KEY_WORDS = 4
 
 
 @dataclass(frozen=True)
 class Record:
-    """`kind`: tokens GIVEN as a text and read in pieces, tokens DRAWN, or the unread one read (SETTLED)."""
+    """`kind`: tokens GIVEN as a text and read in pieces, tokens DRAWN, or the unread one read (SETTLED). In the file a
+    text with a key is of kind KEYED, and the key stands before its tokens."""
 
     kind: int
     tokens: tuple[int, ...] = ()
     learn: bool = True
     piece: int = 0
+    key: tuple[int, ...] = ()
 
     def pack(self) -> bytes:
-        body = BODY.pack(self.kind, self.learn, 0, self.piece) + np.asarray(self.tokens, "<u4").tobytes()
-        return HEAD.pack(len(self.tokens), zlib.crc32(body)) + body
+        kind, words = (KEYED if self.key else self.kind), (*self.key, *self.tokens)
+        body = BODY.pack(kind, self.learn, 0, self.piece) + np.asarray(words, "<u4").tobytes()
+        return HEAD.pack(len(words), zlib.crc32(body)) + body
 
     @staticmethod
     def unpack(data: bytes, at: int) -> tuple[Record, int] | None:
@@ -51,8 +57,25 @@ class Record:
         if end > len(data) or zlib.crc32(memoryview(data)[begin:end]) != crc:
             return None
         kind, learn, _, piece = BODY.unpack_from(data, begin)
-        tokens = np.frombuffer(data, "<u4", count, begin + BODY.size)
-        return Record(kind, tuple(tokens.tolist()), bool(learn), piece), end
+        words = tuple(np.frombuffer(data, "<u4", count, begin + BODY.size).tolist())
+        if kind == KEYED:
+            return Record(GIVEN, words[KEY_WORDS:], bool(learn), piece, words[:KEY_WORDS]), end
+        return Record(kind, words, bool(learn), piece), end
+
+
+def key_words(key: str) -> tuple[int, ...]:
+    """What the log keeps of a caller's key."""
+    digest = hashlib.sha256(key.encode(errors="surrogatepass")).digest()
+    return struct.unpack(f"<{KEY_WORDS}I", digest[: 4 * KEY_WORDS])
+
+
+def keys_in(records: Iterable[Record]) -> Counter[tuple[int, ...]]:
+    """How many tokens were given with each key."""
+    found = Counter[tuple[int, ...]]()
+    for record in records:
+        if record.key:
+            found[record.key] += len(record.tokens)
+    return found
 
 
 class NotWritten(ValueError):

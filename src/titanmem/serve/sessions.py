@@ -7,9 +7,9 @@ import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from fastapi import APIRouter, FastAPI, Request
+from fastapi import APIRouter, FastAPI, Header, Request
 from fastapi.responses import FileResponse
 from starlette.background import BackgroundTask
 
@@ -21,6 +21,7 @@ from titanmem.serve.schemas import Append, Change, Compare, Forget, Fork, Inspec
 from titanmem.serve.service import Service
 
 T = TypeVar("T")
+Key = Annotated[str | None, Header(max_length=200)]
 
 
 def install(app: FastAPI, service: Service) -> None:
@@ -130,12 +131,12 @@ def install(app: FastAPI, service: Service) -> None:
         return {"name": name, "object": "session", "deleted": True}
 
     @router.post("/{name}/append")
-    async def append(name: str, given: Append, request: Request) -> dict[str, Any]:
-        """Read a text. When the answer comes, it is on the disk."""
+    async def append(name: str, given: Append, request: Request, idempotency_key: Key = None) -> dict[str, Any]:
+        """Read a text. When the answer comes, it is on the disk; with the same Idempotency-Key it is not read again."""
         owner = service.owner(request)
 
         def work(session: Session) -> dict[str, Any]:
-            count = session.append(tokens_of(given), given.expect, given.policy)
+            count = session.append(tokens_of(given), given.expect, given.policy, idempotency_key)
             more: dict[str, Any] = {}
             if given.surprise:
                 more["surprise"] = [seen.to_dict() for seen in session.surprise]
