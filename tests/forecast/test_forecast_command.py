@@ -119,7 +119,7 @@ def test_mistakes_are_one_line(trained, tmp_path, capsys):
         ([*train, str(table), "model.width=3"], "model has no setting 'width'"),
         ([*predict, str(other)], "no column 'b'; there are a, c"),
         ([*predict, str(few)], "looks back 24 rows; there are 20 before the end"),
-        ([*predict, str(sparse)], "rows are mostly 3 hours apart, the model was trained on 1 hour"),
+        ([*predict, str(sparse)], "rows are mostly 3 hours apart, those the model was trained on 1 hour"),
         ([*predict, str(one)], "holds one row"),
         ([*predict, str(far)], "'a' has the value 1e+30 in row 220 of 220"),
         ([*predict, str(table), "--at", "2031"], "no row at 2031; the table has 2024-01-01"),

@@ -102,7 +102,9 @@ def test_only_new_rows_of_a_table_are_read():
 
 def test_a_table_that_begins_right_after_the_stream_is_read():
     series, online = waves(60), OnlineForecaster(predictor())
-    parts = [replace(series, values=series.values[rows], times=series.times[rows]) for rows in np.split(range(60), [40])]
+    parts = [
+        replace(series, values=series.values[rows], times=series.times[rows]) for rows in np.split(range(60), [40])
+    ]
     assert [online.feed_new(part) for part in parts] == [40, 20]
     np.testing.assert_array_equal(online.forecast(), fed(series.values).forecast())
     with pytest.raises(ValueError, match="neither holds nor follows on"):

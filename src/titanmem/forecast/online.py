@@ -113,8 +113,9 @@ class OnlineForecaster:
             before = show_time(step_times(series.times[0], series.step, np.array([-1]))[0])
             require(
                 last == before,
-                f"the stream stopped at {last}, which the table neither holds nor follows on ({times[0]} … {times[-1]}, "
-                f"{show_step(series.step)} apart); give a table that goes on from there, or start a new stream",
+                f"the stream stopped at {last}, which the table neither holds nor follows on ({times[0]} … "
+                f"{times[-1]}, {show_step(series.step)} apart); give a table that goes on from there, or start a new "
+                "stream",
             )
         if first < len(times):
             self.feed(series.choose(self.predictor.columns).values[first:], times[-1])

@@ -14,7 +14,7 @@ from torch import Tensor
 from titanmem.config import require
 from titanmem.data.series import Series, check_columns, read_series, show_step, show_time
 from titanmem.data.splits import Scaler
-from titanmem.models.base import load
+from titanmem.models.base import find_device, load
 from titanmem.models.series import Forecaster
 from titanmem.train.config import RunConfig
 from titanmem.train.export import export, read_run
@@ -46,8 +46,7 @@ class Predictor:
         if (path / "checkpoints").exists():
             path = _exported(path)
         require((path / BESIDE).exists(), f"{path} has no {BESIDE}; expected a forecaster that titanmem export wrote")
-        where = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        model = load(path, where)
+        model = load(path, find_device(device))
         require(isinstance(model, Forecaster), f"{path} holds no forecaster ({type(model.config).__name__})")
         assert isinstance(model, Forecaster)
         about = json.loads((path / BESIDE).read_text())
@@ -55,16 +54,16 @@ class Predictor:
         return Predictor(model.eval(), about["columns"], scaler, SeriesData.from_dict(about["data"]), about["step"])
 
     def read(self, path: str | Path, **how: Any) -> Series:
-        """A table as the model's own was read; `how` overrides settings of `Reading`. Its rows are as far apart as those
-        the model was trained on, unless rows are numbered or taken as they stand."""
+        """A table as the model's own was read; `how` overrides settings of `Reading`. Its rows must be as far apart as
+        there, unless they are numbered or taken as they stand."""
         asked = replace(self.data.reading(), columns=tuple(self.columns), **how)
         series = read_series(path, asked)
         if asked.irregular != "keep" and (asked.time or "").lower() != "none":
             require(len(series) > 1, f"{path} holds one row, which does not tell how far apart rows are; give more")
             require(
                 show_step(series.step) == self.step,
-                f"{path}: rows are mostly {show_step(series.step)} apart, the model was trained on {self.step}; give "
-                "such a table, or take rows as they stand with --irregular keep",
+                f"{path}: rows are mostly {show_step(series.step)} apart, those the model was trained on {self.step}; "
+                "give such a table, or take rows as they stand with --irregular keep",
             )
         return series
 
@@ -103,8 +102,8 @@ class Predictor:
         origin = len(series) if origin is None else origin
         require(
             origin >= self.look_back,
-            f"a forecast looks back {self.look_back} rows; there are {origin} before {self._place(series, origin)}: give "
-            "more",
+            f"a forecast looks back {self.look_back} rows; there are {origin} before {self._place(series, origin)}: "
+            "give more",
         )
         values = self.scaled(series)[origin - self.look_back : origin]
         out = self.model(values.unsqueeze(0))[0][0].cpu().double().numpy()
