@@ -12,8 +12,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    from titanmem.config import require
     from titanmem.eval.report import load_results, markdown, page
 
+    require(arguments.out.suffix in (".html", ".md"), f"--out must end in .html or .md, got {arguments.out}")
     results = load_results(arguments.results)
     if arguments.out.suffix == ".md":
         arguments.out.write_text(markdown(results))
