@@ -139,13 +139,14 @@ def test_parquet_is_read_like_csv(tmp_path):
     read = read_series(write(tmp_path, HOURS))
     times = arrow.array(read.times)
     table = {"date": times, "a": [1.0, None, 3.0], "b": [10, 20, 30]}
-    parquet.write_table(arrow.table(table), tmp_path / "t.parquet")
-    found = read_series(tmp_path / "t.parquet")
+    parquet.write_table(arrow.table(table), tmp_path / "T.PARQUET")
+    found = read_series(tmp_path / "T.PARQUET")
     np.testing.assert_array_equal(found.values, [[1, 10], [1, 20], [3, 30]])
     np.testing.assert_array_equal(found.times, read.times)
-    parquet.write_table(arrow.table({"date": times, "a": ["x", "y", "z"]}), tmp_path / "text.parquet")
-    with pytest.raises(ValueError, match="column 'a' holds string, not numbers"):
-        read_series(tmp_path / "text.parquet")
+    for kind, cells in {"string": ["x", "y", "z"], "list<.*>": [[1], [2], [3]]}.items():
+        parquet.write_table(arrow.table({"date": times, "a": cells}), tmp_path / "other.parquet")
+        with pytest.raises(ValueError, match=f"column 'a' holds {kind}, not numbers"):
+            read_series(tmp_path / "other.parquet")
 
 
 # -- splits -------------------------------------------------------------------------------------------------------

@@ -80,7 +80,7 @@ def read_series(path: str | Path, how: Reading | None = None) -> Series:
 
 @lru_cache(maxsize=8)
 def _read(file: Path, how: Reading, *_: int) -> Series:
-    raw = _read_parquet(file, how) if file.suffix in (".parquet", ".pq") else _read_csv(file, how)
+    raw = _read_parquet(file, how) if file.suffix.lower() in (".parquet", ".pq") else _read_csv(file, how)
     notes = _check_order(file, raw, how.irregular == "keep")
     series = complete_rows(replace(raw, notes=[*raw.notes, *notes]), how.irregular, str(file))
     values, filled = fill_missing(series, how.missing, str(file))
@@ -169,7 +169,7 @@ def _read_parquet(file: Path, how: Reading) -> Series:
         held = table.column(column)
         try:
             found.append(held.cast("float64").to_numpy(zero_copy_only=False))
-        except (ValueError, TypeError) as error:  # pyarrow's own errors are among these
+        except (ValueError, TypeError, NotImplementedError) as error:  # pyarrow's own errors are among these
             kind = held.type
             raise ValueError(
                 f"{file}: column {column!r} holds {kind}, not numbers; leave it out with --columns"
@@ -285,7 +285,7 @@ def _time(file: Path, line: int, name: str, cell: Any, how: Reading) -> Any:
         cell = cell if isinstance(cell, datetime) else datetime(cell.year, cell.month, cell.day)
         return cell if cell.tzinfo is None else cell.astimezone(UTC)
     except (ValueError, AttributeError):
-        expected = f"the format {how.time_format!r}" if how.time_format else "ISO 8601 (2024-01-31 18:00) or a number"
+        expected = f"the format {how.time_format!r}" if how.time_format else "ISO 8601 (2024-01-31 18:00) or a whole number"
         raise ValueError(
             f"{file}, line {line}, column {name!r}: {cell!r} is no time; expected {expected}"
             + ("" if how.time_format else "; give other formats with --time-format, for instance '%d.%m.%Y %H:%M'")
