@@ -115,7 +115,7 @@ def test_two_evaluations_do_not_write_into_one_journal(folder, tmp_path, monkeyp
 
 
 def test_results_of_another_text_or_tokenizer_are_not_mixed_in(folder, tmp_path):
-    text, out = tmp_path / "a.txt", tmp_path / "eval"
+    text, out = tmp_path / "a.md", tmp_path / "eval"
     text.write_text(TEXT)
     suite = PerplexitySuite(text=str(text), modes=["windows"], length=50)
     run_suite(Subject.open(folder), suite, out)

@@ -17,6 +17,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     require(arguments.out.suffix in (".html", ".md"), f"--out must end in .html or .md, got {arguments.out}")
     results = load_results(arguments.results)
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
     if arguments.out.suffix == ".md":
         arguments.out.write_text(markdown(results))
     else:

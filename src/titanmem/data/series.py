@@ -285,7 +285,8 @@ def _time(file: Path, line: int, name: str, cell: Any, how: Reading) -> Any:
         cell = cell if isinstance(cell, datetime) else datetime(cell.year, cell.month, cell.day)
         return cell if cell.tzinfo is None else cell.astimezone(UTC)
     except (ValueError, AttributeError):
-        expected = f"the format {how.time_format!r}" if how.time_format else "ISO 8601 (2024-01-31 18:00) or a whole number"
+        iso = "ISO 8601 (2024-01-31 18:00) or a whole number"
+        expected = f"the format {how.time_format!r}" if how.time_format else iso
         raise ValueError(
             f"{file}, line {line}, column {name!r}: {cell!r} is no time; expected {expected}"
             + ("" if how.time_format else "; give other formats with --time-format, for instance '%d.%m.%Y %H:%M'")

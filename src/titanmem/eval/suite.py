@@ -71,8 +71,8 @@ def weights_of(folder: str) -> list[Path]:
 def texts_of(suite: Suite, out: Path) -> list[Path]:
     """What a suite reads, apart from what evaluations wrote to `out`."""
     places = [Path(named) for name in suite.reads if (named := getattr(suite, name))]
-    files = [file for place in places for file in ([place] if place.is_file() else place.rglob("*"))]
-    return [file for file in files if file.suffix in TEXTS and out.resolve() not in file.resolve().parents]
+    below = [file for place in places for file in place.rglob("*") if file.suffix in TEXTS]
+    return [*places, *(file for file in below if out.resolve() not in file.resolve().parents)]
 
 
 def fingerprint(files: Iterable[Path]) -> str:
