@@ -62,13 +62,14 @@ def test_tables_may_have_other_ends_marks_columns_and_cases(tmp_path):
         "b.tsv": b"\xef\xbb\xbf" + table(ROWS, mark="\t").encode(),
         "c.csv.gz": gzip.compress(table(ROWS).replace(",", ",x,").encode()),
         "d.csv": table([(f'"{a}"', b) for a, b in ROWS]).encode() + b"\n",
+        "e.csv": table(ROWS, mark=";").encode(),
     }
     for name, text in held.items():
         (tmp_path / name).write_bytes(text)
         found = read_labelled(str(tmp_path / name), dev=0.0)
         assert rows_of(found.splits["train"], found.classes) == ROWS
-    (tmp_path / "e.csv").write_text(table(ROWS).replace("sequence,label", "Bases,Class"))
-    found = read_labelled(str(tmp_path / "e.csv"), dev=0.0, columns=("bases", "class"))
+    (tmp_path / "f.csv").write_text(table(ROWS).replace("sequence,label", "Bases,Class"))
+    found = read_labelled(str(tmp_path / "f.csv"), dev=0.0, columns=("bases", "class"))
     assert rows_of(found.splits["train"], found.classes) == ROWS
 
 

@@ -93,7 +93,14 @@ def test_absent_rows_are_inserted_kept_or_refused(tmp_path):
         (HOURS + "2024-01-01 03:00,x,40\n", {}, r"line 5, column 'a': 'x' is not a number.*--columns"),
         (HOURS + '2024-01-01 03:00,"4,5",40\n', {}, r"line 5, column 'a': '4,5' is not a number; decimal commas"),
         (HOURS + "2024-01-01 03:00,4\n", {}, "line 5: 2 cells, but the header has 3 columns"),
+        (HOURS + '2024-01-01 03:00,"4,40\n2024-01-01 04:00,5,50\n', {}, "line 5: 2 cells, .* goes on to line 6: close"),
+        (HOURS + '2024-01-01 03:00,"4,40\n' + 9999 * "2024-01-01 04:00,5\n", {}, "line 5: .*quotation mark"),
+        (HOURS + "\0\n", {}, "line 5: a zero byte"),
+        (HOURS.encode("utf-16").decode("latin-1"), {}, "line 1: a zero byte, .* save the table as CSV in UTF-8"),
+        (HOURS + "2024-01-01 03:00Z,4,40\n", {}, "line 5, column 'date': a time with a zone, but a time without .* 2"),
+        (HOURS + "7,4,40\n", {}, "line 5, column 'date': a number, but a time without a zone in line 2"),
         (HOURS + "2024-01-01 03:00,inf,4\n", {}, "line 5, column 'a': an infinite value"),
+        (HOURS + "2024-01-01 03:00,1e200,4\n", {}, "line 5, column 'a': .* beyond 1e.100"),
         (HOURS + "2024-01-01 02:00,4,40\n", {}, "line 5: the time 2024-01-01 02:00:00 stands in line 4 too"),
         (HOURS + "2023-12-31 02:00,4,40\n", {}, "line 5: the time 2023-12-31 02:00:00 is earlier than .* in line 4"),
         (HOURS + "tomorrow,4,40\n", {}, r"line 5, column 'date': 'tomorrow' is no time; expected ISO"),
@@ -132,13 +139,14 @@ def test_parquet_is_read_like_csv(tmp_path):
     read = read_series(write(tmp_path, HOURS))
     times = arrow.array(read.times)
     table = {"date": times, "a": [1.0, None, 3.0], "b": [10, 20, 30]}
-    parquet.write_table(arrow.table(table), tmp_path / "t.parquet")
-    found = read_series(tmp_path / "t.parquet")
+    parquet.write_table(arrow.table(table), tmp_path / "T.PARQUET")
+    found = read_series(tmp_path / "T.PARQUET")
     np.testing.assert_array_equal(found.values, [[1, 10], [1, 20], [3, 30]])
     np.testing.assert_array_equal(found.times, read.times)
-    parquet.write_table(arrow.table({"date": times, "a": ["x", "y", "z"]}), tmp_path / "text.parquet")
-    with pytest.raises(ValueError, match="column 'a' holds string, not numbers"):
-        read_series(tmp_path / "text.parquet")
+    for kind, cells in {"string": ["x", "y", "z"], "list<.*>": [[1], [2], [3]]}.items():
+        parquet.write_table(arrow.table({"date": times, "a": cells}), tmp_path / "other.parquet")
+        with pytest.raises(ValueError, match=f"column 'a' holds {kind}, not numbers"):
+            read_series(tmp_path / "other.parquet")
 
 
 # -- splits -------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from titanmem import TitansConfig, TitansLM
 from titanmem.cli import main
 from titanmem.data.tokenizer import ByteTokenizer
 from titanmem.eval.choices import ChoicesSuite, read_questions
-from titanmem.eval.perplexity import PerplexitySuite, windows
+from titanmem.eval.perplexity import PerplexitySuite, documents, windows
 from titanmem.eval.rows import NeedleSuite
 from titanmem.eval.subject import Subject
 from titanmem.eval.suite import run_suite
@@ -89,6 +89,55 @@ def test_an_interrupted_evaluation_goes_on(model, folder, tmp_path, monkeypatch)
         run_suite(subject, NeedleSuite(lengths=[600]), tmp_path / "eval")
 
 
+def test_what_a_killed_evaluation_left_is_used_and_its_last_line_measured_again(folder, tmp_path):
+    suite, out = NeedleSuite(lengths=[600], depths=[0.0, 0.5, 1.0], samples=1), tmp_path / "eval"
+    whole = run_suite(Subject.open(folder), suite, out)["results"]
+    journal = out / "needle.jsonl"
+    about, first, _, last = journal.read_text().splitlines()
+    told = first.replace('"score": 0.0', '"score": 0.25')
+    journal.write_text("\n".join([about, told, '{"cell": "torn', last[:-7]]))
+    found = run_suite(Subject.open(folder), suite, out)["results"]
+    assert [found[0]["score"], *found[1:]] == [0.25, *whole[1:]]
+    assert run_suite(Subject.open(folder), suite, out)["results"] == found
+
+
+def test_two_evaluations_do_not_write_into_one_journal(folder, tmp_path, monkeypatch):
+    suite, subject = NeedleSuite(lengths=[600], depths=[0.5], samples=1), Subject.open(folder)
+    original = NeedleSuite.ask
+
+    def ask_twice(self, *given):
+        with pytest.raises(ValueError, match=r"another process is measuring into .*needle\.jsonl; wait for it"):
+            run_suite(subject, suite, tmp_path / "eval")
+        return original(self, *given)
+
+    monkeypatch.setattr(NeedleSuite, "ask", ask_twice)
+    assert len(run_suite(subject, suite, tmp_path / "eval")["results"]) == 1
+
+
+def test_results_of_another_text_or_tokenizer_are_not_mixed_in(folder, tmp_path):
+    text, out = tmp_path / "a.md", tmp_path / "eval"
+    text.write_text(TEXT)
+    suite = PerplexitySuite(text=str(text), modes=["windows"], length=50)
+    run_suite(Subject.open(folder), suite, out)
+    text.write_text(TEXT.replace("memory", "window"))
+    with pytest.raises(ValueError, match=r"belongs to another evaluation \(other texts\)"):
+        run_suite(Subject.open(folder), suite, out)
+    text.write_text(TEXT)
+    next(folder.glob("tokenizer*")).write_text(" {}")
+    with pytest.raises(ValueError, match=r"belongs to another evaluation \(other weights\)"):
+        run_suite(Subject(TitansLM.load(folder), BYTES, str(folder)), suite, out)
+
+
+def test_documents_of_one_name_are_two_and_lines_end_at_line_feeds_alone(tmp_path):
+    for name in ("x", "y"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "a.txt").write_text(f"text {name}")
+    (tmp_path / "b.jsonl").write_text('{"text": "one\u2028two"}\n\n{"text": "three"}\n')
+    assert documents(str(tmp_path)) == {
+        "b.jsonl:1": "one\u2028two", "b.jsonl:3": "three", "x/a.txt": "text x", "y/a.txt": "text y",
+    }  # fmt: skip
+
+
 def test_windows_predict_every_token_once():
     ids, targets = windows(list(range(1, 12)), 0, 4)
     assert ids.tolist()[0] == [0, 1, 2, 3]
@@ -150,8 +199,11 @@ BABILONG = ["babilong", "babilong.facts=babi", "babilong.text=short.txt"]
         (["needle", "--piece", "0"], "piece is a number of tokens"),
         (["perplexity"], "give perplexity.text"),
         (["perplexity", "perplexity.text=nowhere"], "holds no .txt or .jsonl files"),
-        (["perplexity", "perplexity.text=broken.jsonl"], "broken.jsonl, line 2: expected an object with a text"),
+        (["perplexity", "perplexity.text=broken.jsonl"], "broken.jsonl, line 2: no JSON"),
         (["perplexity", "perplexity.text=empty.txt"], "empty.txt holds no text"),
+        (["perplexity", "perplexity.text=latin.txt"], "latin.txt, line 2 is not UTF-8"),
+        (["perplexity", "perplexity.text=number.jsonl"], "number.jsonl, line 1: expected an object with a text, got 7"),
+        (["needle", "--device", "gpu"], "--device gpu: torch knows no such device"),
         (["memory", "memory.text=short.txt"], "have no 4096 tokens (short.txt)"),
         (["memory", "memory.text=nowhere"], "holds no .txt or .jsonl files"),
         (["choices", "choices.folder=nowhere"], "nowhere holds no"),
@@ -173,6 +225,8 @@ def test_what_is_wrong_is_said_before_the_first_cell(folder, tmp_path, monkeypat
     monkeypatch.chdir(tmp_path)
     (tmp_path / "broken.jsonl").write_text('{"text": "fine"}\n{"text": \n')
     (tmp_path / "empty.txt").write_text(" \n")
+    (tmp_path / "latin.txt").write_bytes("one\nété".encode("latin-1"))
+    (tmp_path / "number.jsonl").write_text("7\n")
     (tmp_path / "short.txt").write_text(TEXT)
     (tmp_path / "lambada.jsonl").write_text('{"text": "alone"}\n')
     (tmp_path / "piqa_val.jsonl").write_text('{"goal": "g", "sol1": "a", "sol2": "b", "label": 1}\n{\n')
@@ -196,7 +250,7 @@ def test_a_tokenizer_of_another_model_is_refused(tmp_path, capsys):
         assert "the tokenizer has 256 ids" in capsys.readouterr().err
 
 
-def test_a_report_holds_every_table_and_the_published_numbers(folder, tmp_path):
+def test_a_report_holds_every_table_and_the_published_numbers(folder, tmp_path, capsys):
     suite = NeedleSuite(lengths=[600], depths=[0.5], samples=1)
     run_suite(Subject.open(folder), suite, folder / "eval")
     for name in ("page.html", "page.md"):
@@ -204,7 +258,27 @@ def test_a_report_holds_every_table_and_the_published_numbers(folder, tmp_path):
         text = (tmp_path / name).read_text()
         assert "98.4 / 97.4 / 95.2" in text
         assert "600" in text
-    assert main(["report", str(tmp_path / "empty")]) == 2
+    (tmp_path / "half.json").write_text('{"suite": "needle", "model": "m"}')
+    for words, says in [
+        ([str(tmp_path / "empty")], "does not exist"),
+        (
+            [str(tmp_path / "half.json")],
+            "half.json has no weights, settings, machine, seconds, results; measure it again",
+        ),
+        ([str(folder / "eval" / "needle.png")], "needle.png is damaged, or no .json of titanmem eval"),
+        ([str(folder), "--out", "page.pdf"], "--out must end in .html or .md"),
+    ]:
+        assert main(["report", *words]) == 2
+        assert says in capsys.readouterr().err
+
+
+def test_a_folder_that_cannot_be_written_and_one_for_transformers_are_named(folder, tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    assert main(["eval", str(folder), "needle", "needle.lengths=[600]", "--out", str(tmp_path / "file")]) == 2
+    assert "needle.jsonl: File exists. Make room or choose another folder" in capsys.readouterr().err
+    (folder / "config.json").write_text('{"architectures": ["TitansForCausalLM"]}')
+    assert main(["eval", str(folder), "needle"]) == 2
+    assert "is a folder for transformers; give the run, or titanmem export without" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import csv
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
-from tables import write_waves
+from tables import waves, write_waves
 
 from titanmem.cli import main
 from titanmem.data.series import Reading, read_series
 from titanmem.forecast import Predictor
+from titanmem.forecast.predictor import find_origin
 
 SMALL = ["model.dim=8", "model.num_layers=1", "data.batch=16", "optim.lr=0.01"]
 
@@ -42,12 +44,20 @@ def test_a_forecast_follows_the_table_or_a_time_in_it(trained, tmp_path):
     made, known = read_series(tmp_path / "f.csv"), read_series(table)
     np.testing.assert_array_equal(made.times, known.after(6))
     np.testing.assert_array_equal(made.values, Predictor.open(run).predict(known).values)
-    at = ["--at", "2024-01-09 08:00", "--out", str(tmp_path / "at.csv")]
+    at = ["--at", "2024-01-09T08:00", "--out", str(tmp_path / "at.csv")]
     assert main(["forecast", "predict", str(run), str(table), *at]) == 0
     earlier = read_series(tmp_path / "at.csv")
     assert earlier.times[0] == np.datetime64("2024-01-09T08:00")
     assert np.abs(earlier.values - known.values[200:206]).mean() < 2
     assert (tmp_path / "at.png").stat().st_size > 5000
+
+
+def test_a_row_is_found_by_a_part_of_its_date_and_by_a_whole_number():
+    assert find_origin(waves(60), "2024-01-02") == 24
+    numbered = replace(waves(60), times=np.arange(150, 210), step=1)
+    assert find_origin(numbered, "200") == 50
+    with pytest.raises(ValueError, match="no row at 20; the table has 150 … 209"):
+        find_origin(numbered, "20")
 
 
 def test_an_exported_forecaster_predicts_the_same(trained, tmp_path):
@@ -91,6 +101,12 @@ def test_mistakes_are_one_line(trained, tmp_path, capsys):
     other = tmp_path / "other.csv"
     other.write_text("\n".join(["date,a,c", *text[1:]]))
     few = write_waves(tmp_path / "few.csv", 20)
+    sparse = tmp_path / "sparse.csv"
+    sparse.write_text("\n".join([text[0], *text[1::3]]))
+    one = tmp_path / "one.csv"
+    one.write_text("\n".join(text[:2]))
+    far = tmp_path / "far.csv"
+    far.write_text("\n".join([*text[:-1], text[-1].split(",")[0] + ",1e30,1"]))
     train, predict = ["forecast", "train"], ["forecast", "predict", str(run)]
     for arguments, expected in [
         ([*train, str(words)], "line 10, column 'a': 'high' is not a number"),
@@ -103,6 +119,9 @@ def test_mistakes_are_one_line(trained, tmp_path, capsys):
         ([*train, str(table), "model.width=3"], "model has no setting 'width'"),
         ([*predict, str(other)], "no column 'b'; there are a, c"),
         ([*predict, str(few)], "looks back 24 rows; there are 20 before the end"),
+        ([*predict, str(sparse)], "rows are mostly 3 hours apart, those the model was trained on 1 hour"),
+        ([*predict, str(one)], "holds one row"),
+        ([*predict, str(far)], "'a' has the value 1e+30 in row 220 of 220"),
         ([*predict, str(table), "--at", "2031"], "no row at 2031; the table has 2024-01-01"),
         ([*predict, str(table), "--out", "f.txt"], "--out must end in .csv"),
         (["forecast", "predict", str(tmp_path), str(table)], "has no data.json"),

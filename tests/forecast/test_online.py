@@ -96,8 +96,19 @@ def test_only_new_rows_of_a_table_are_read():
     assert online.feed_new(replace(series, values=series.values[:40], times=series.times[:40])) == 40
     assert [online.feed_new(series) for _ in range(2)] == [20, 0]
     np.testing.assert_array_equal(online.forecast(), fed(series.values).forecast())
-    with pytest.raises(ValueError, match="stopped at 2024-01-03 11:00:00, which the table does not hold"):
+    with pytest.raises(ValueError, match="stopped at 2024-01-03 11:00:00, which the table neither holds nor follows"):
         online.feed_new(replace(series, values=series.values[:40], times=series.times[:40]))
+
+
+def test_a_table_that_begins_right_after_the_stream_is_read():
+    series, online = waves(60), OnlineForecaster(predictor())
+    parts = [
+        replace(series, values=series.values[rows], times=series.times[rows]) for rows in np.split(range(60), [40])
+    ]
+    assert [online.feed_new(part) for part in parts] == [40, 20]
+    np.testing.assert_array_equal(online.forecast(), fed(series.values).forecast())
+    with pytest.raises(ValueError, match="neither holds nor follows on"):
+        online.feed_new(replace(series, times=series.times + 61 * series.step))
 
 
 def test_mistakes_are_explained(tmp_path):
@@ -106,6 +117,10 @@ def test_mistakes_are_explained(tmp_path):
             OnlineForecaster(predictor(mixer))
     with pytest.raises(ValueError, match="looks back 12 rows; 11 were read"):
         fed(waves(11).values).forecast()
+    with pytest.raises(ValueError, match="40 rows were fed without their times"):
+        fed(waves(40).values).feed_new(waves(50))
+    with pytest.raises(ValueError, match="'b' has the value inf in row 2 of 2"):
+        OnlineForecaster(predictor()).feed(np.array([[1, 2], [1, np.inf]]))
     with pytest.raises(ValueError, match=r"the columns a, b: \[rows, 2\], got \[4, 3\]"):
         OnlineForecaster(predictor()).feed(np.zeros((4, 3)))
     fed(waves(40).values).save(tmp_path / "lmm.safetensors")

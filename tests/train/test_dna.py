@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import gzip
 import json
 import random
 
@@ -173,7 +174,18 @@ def test_the_commands_train_score_and_predict(tmp_path, folder, capsys, monkeypa
         chances = {name: float(row[f"p_{name}"]) for name in ("motif", "none")}
         assert sum(chances.values()) == pytest.approx(1, abs=1e-5)
         assert row["label"] == max(chances, key=lambda name: chances[name])
+    (tmp_path / "unknown.csv").write_text("sequence;label\nACGT;\nGGCC;\n")
+    assert main(["dna", "predict", "run", "unknown.csv", "--out", "u.csv"]) == 0
+    (tmp_path / "alone.csv").write_text("sequence,label\n" + "".join(f"{'ACGT' * i},x\n" for i in range(1, 50)))
+    (tmp_path / "gap.fa").write_text(">a\nACGT\n>b\nA-T\n")
+    (tmp_path / "cut.fa.gz").write_bytes(gzip.compress(b">a\nACGT\n" * 99)[:-9])
+    capsys.readouterr()
     for words, fault in [
+        (["dna", "predict", "run", "gap.fa"], "gap.fa, line 4: the gap '-' is no base"),
+        (["dna", "predict", "run", "cut.fa.gz"], "cannot read cut.fa.gz: Compressed file ended"),
+        (["dna", "predict", "run", "none.fa"], "there is no file none.fa"),
+        (["dna", "predict", "run", "new.fa", "--device", "gpu"], "--device gpu: torch knows no such device"),
+        (["dna", "train", "alone.csv"], "alone.csv has the label x alone"),
         (["dna", "train", "nowhere"], "there is no file or folder nowhere"),
         (["dna", "train", str(folder), "--model", "rnn"], "unknown model 'rnn'; known: lmm"),
         (["dna", "pretrain", "new.fa", "--model", "cnn"], "unknown model 'cnn' for predicting the next base"),
@@ -183,6 +195,7 @@ def test_the_commands_train_score_and_predict(tmp_path, folder, capsys, monkeypa
     ]:
         assert main(words) == 2
         assert fault in capsys.readouterr().err
+    assert not list(tmp_path.glob("*.part"))
 
 
 def test_pretraining_on_fasta_gives_a_model_to_start_from(tmp_path, folder, monkeypatch):

@@ -41,18 +41,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    import torch
     from tqdm import tqdm
 
     import titanmem
     from titanmem.bench import peers, report
+    from titanmem.models.base import find_device
 
     if arguments.what == "peers":
         there = [peer.name for peer in peers.operations()]
         rows = [{**vars(peer), "runs": "yes" if peer.name in there else "not installed here"} for peer in peers.ALL]
         print(report.table(rows, {"name": "peer", "pinned": "version", "runs": "runs here", "note": "what it is"}))
         return 0
-    device = torch.device(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = find_device(arguments.device)
     forms: dict[str, str] = {"memory": "triton", "streams": "triton"} if arguments.kernels else {}
     with titanmem.backend(**forms):
         records: list[report.Record] = []

@@ -90,7 +90,7 @@ def finish(config: Any, out: Path) -> None:
     step = export(out, out / "model", best=True)
     splits = config.data.open(config.model.classes).splits
     split = "test" if "test" in splits else "dev"
-    found = score_split(open_classifier(out / "model", _device(None)), splits[split])
+    found = score_split(open_classifier(out / "model"), splits[split])
     lines = read_metrics(out / FILE)
     _report({"split": split, "step": step, **found}, config.model.classes, out / "eval", split, lines)
     print(f"model in {out / 'model'}; next: titanmem dna predict {out / 'model'} sequences.fa")
@@ -102,7 +102,7 @@ def run_eval(arguments: argparse.Namespace) -> int:
 
     single = is_table(Path(arguments.source)) and Path(arguments.source).is_file()
     split = arguments.split or ("train" if single else "test")
-    model = open_classifier(arguments.model, _device(arguments.device))
+    model = open_classifier(arguments.model, arguments.device)
     found = evaluate(model, arguments.source, split, (arguments.sequence, arguments.label))
     name = _short(arguments.source) if single else f"{_short(arguments.source)}-{split}"
     _report({"split": split, **found}, model.config.classes, arguments.out or Path(arguments.model) / "eval", name)
@@ -112,7 +112,7 @@ def run_eval(arguments: argparse.Namespace) -> int:
 def run_predict(arguments: argparse.Namespace) -> int:
     from titanmem.eval.dna import open_classifier, predict_file
 
-    model = open_classifier(arguments.model, _device(arguments.device))
+    model = open_classifier(arguments.model, arguments.device)
     try:
         count = predict_file(
             model, arguments.source, arguments.out, column=arguments.sequence, longest=arguments.longest
@@ -155,12 +155,6 @@ def _short(spec: str) -> str:
     path = Path(spec.removeprefix("genomic:"))
     last = path.name if not path.name.isdecimal() else f"{path.parent.name}-{path.name}"  # tf/0
     return re.sub(r"[^A-Za-z0-9]+", "-", re.sub(r"(\.(csv|tsv|fa|fasta|fna|gz))+$", "", last)).strip("-") or "data"
-
-
-def _device(name: str | None) -> str:
-    import torch
-
-    return name or ("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def _first() -> bool:

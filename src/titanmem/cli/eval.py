@@ -20,11 +20,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    import torch
-
     from titanmem.eval.subject import Subject
     from titanmem.eval.suite import run_suite
     from titanmem.eval.suites import SUITES, make_suite
+    from titanmem.models.base import find_device
     from titanmem.train.config import parse_settings
 
     names = [word for word in arguments.words if "=" not in word]
@@ -37,8 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
             raise ValueError(f"{key}: settings are given as SUITE.KEY=VALUE for a suite that runs ({', '.join(names)})")
         settings[head][name] = value
     suites = [make_suite(name, settings[name]) for name in names]
-    device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    subject = Subject.open(arguments.model, device, arguments.piece)
+    subject = Subject.open(arguments.model, find_device(arguments.device), arguments.piece)
     opened = [suite.open(subject) for suite in suites]  # what is wrong is said before hours are spent
     out = arguments.out or Path(arguments.model) / "eval"
     for suite, measure in zip(suites, opened, strict=True):

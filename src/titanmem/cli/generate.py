@@ -28,7 +28,7 @@ def run(arguments: argparse.Namespace) -> int:
     import torch
 
     from titanmem.data.tokenizer import TextStream, find_tokenizer
-    from titanmem.infer.engine import find_device
+    from titanmem.models.base import find_device
     from titanmem.models.generation import stream
     from titanmem.models.language import TitansLM
     from titanmem.state import ModelState

@@ -12,9 +12,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    from titanmem.config import require
     from titanmem.eval.report import load_results, markdown, page
 
+    require(arguments.out.suffix in (".html", ".md"), f"--out must end in .html or .md, got {arguments.out}")
     results = load_results(arguments.results)
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
     if arguments.out.suffix == ".md":
         arguments.out.write_text(markdown(results))
     else:

@@ -85,6 +85,16 @@ def read_text(path: Path) -> str:
         ) from error
 
 
+def read_objects(path: Path) -> Iterator[tuple[int, Any]]:
+    """What every line of a whole JSON lines file holds, and its number; empty lines are skipped."""
+    for number, line in enumerate(read_text(path).split("\n"), 1):
+        if line and not line.isspace():
+            try:
+                yield number, json.loads(line)
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{path}, line {number}: no JSON: {line[:60]!r}") from error
+
+
 def read_lines(path: Path, field: str, first: int) -> Iterator[str]:
     """The field of every JSON object whose line starts in the range of bytes from `first`."""
     last = None if is_packed(path) else first + RANGE

@@ -16,6 +16,7 @@ import io
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from importlib import import_module
+from itertools import chain
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -151,12 +152,15 @@ def read_table(path: Path, columns: tuple[str, str], labels: bool = True) -> Ite
 
 
 def parse_table(file: BinaryIO, path: Path, columns: tuple[str, str], labels: bool = True) -> Iterator[Row]:
-    """The same for a file that is open. `labels`: it must have them. A column called name or id gives the names."""
+    """The same for a file that is open. `labels`: it must have them, else they are not read. A column called name or id
+    gives the names."""
     text = io.TextIOWrapper(file, encoding="utf-8-sig", errors="surrogateescape", newline="")
     csv.field_size_limit(FIELD)
-    table = csv.reader(text, delimiter="\t" if path.name.lower().removesuffix(".gz").endswith(".tsv") else ",")
     number = 1
     try:
+        first = text.readline()
+        marks = "\t" if path.name.lower().removesuffix(".gz").endswith(".tsv") else ",;\t"
+        table = csv.reader(chain([first] if first else [], text), delimiter=max(marks, key=first.count))
         head = [name.strip().lower() for name in next(table, [])]
         wanted = [name.lower() for name in (columns if labels else columns[:1])]
         missing = [name for name in wanted if name not in head]
@@ -173,6 +177,7 @@ def parse_table(file: BinaryIO, path: Path, columns: tuple[str, str], labels: bo
             if fields:
                 require(len(fields) == len(head), f"{where}: expected {len(head)} columns, got {len(fields)}")
                 sequence, label, name = (None if place is None else fields[place] for place in (*places, named))
+                label = label if labels else None
                 yield _row(name or str(count), sequence or "", label, where)
             number = table.line_num + 1
     except csv.Error as error:

@@ -26,6 +26,7 @@ _TIME_NAMES = ("date", "time", "datetime", "timestamp", "date time", "date_time"
 _ABSENT = ("", "na", "n/a", "nan", "null", "none", "-", "?", "<na>")
 _MONTH = np.timedelta64(28, "D")
 _MOST = 10  # times as many rows as there are: more would be inserted only by mistake
+_LARGEST = 1e100  # of a value: deviations of larger ones overflow
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ def read_series(path: str | Path, how: Reading | None = None) -> Series:
 
 @lru_cache(maxsize=8)
 def _read(file: Path, how: Reading, *_: int) -> Series:
-    raw = _read_parquet(file, how) if file.suffix in (".parquet", ".pq") else _read_csv(file, how)
+    raw = _read_parquet(file, how) if file.suffix.lower() in (".parquet", ".pq") else _read_csv(file, how)
     notes = _check_order(file, raw, how.irregular == "keep")
     series = complete_rows(replace(raw, notes=[*raw.notes, *notes]), how.irregular, str(file))
     values, filled = fill_missing(series, how.missing, str(file))
@@ -98,7 +99,7 @@ def _read_csv(file: Path, how: Reading) -> Series:
     require(len(names) > 0, f"{file} is empty; expected a header with column names and rows of numbers")
     twice = sorted({name for name in names if names.count(name) > 1})
     require(not twice, f"{file}, line 1: several columns are called {', '.join(map(repr, twice))}; rename them")
-    rows = ((reader.line_num, cells) for cells in reader if cells)
+    rows = _rows(file, reader, len(names))
     first = next(rows, None)
     require(first is not None, f"{file} has a header and no rows")
     assert first is not None
@@ -109,8 +110,6 @@ def _read_csv(file: Path, how: Reading) -> Series:
     times: list[Any] = []
     lines: list[int] = []
     for line, cells in _chain(first, rows):
-        if len(cells) != len(names):
-            raise ValueError(f"{file}, line {line}: {len(cells)} cells, but the header has {len(names)} columns")
         try:
             values.append([float(cells[place]) for place in places])
         except ValueError:
@@ -120,6 +119,26 @@ def _read_csv(file: Path, how: Reading) -> Series:
     return _made(file, columns, np.array(values), times, time, np.array(lines), notes)
 
 
+def _rows(file: Path, reader: Any, width: int) -> Iterator[tuple[int, list[str]]]:
+    """The rows that are not empty, each with the line it begins in."""
+    line = reader.line_num + 1
+    try:
+        for cells in reader:
+            if cells and len(cells) != width:
+                open_ended = f"; it goes on to line {reader.line_num}: close the quotation mark that begins a cell"
+                raise ValueError(
+                    f"{file}, line {line}: {len(cells)} cells, but the header has {width} columns"
+                    + (open_ended if reader.line_num > line else "")
+                )
+            if cells:
+                yield line, cells
+            line = reader.line_num + 1
+    except csv.Error as error:
+        raise ValueError(
+            f"{file}, line {line}: this is no row of a table ({error}); a quotation mark may be missing"
+        ) from error
+
+
 def _chain(first: tuple[int, list[str]], rest: Iterator[tuple[int, list[str]]]) -> Iterator[tuple[int, list[str]]]:
     yield first
     yield from rest
@@ -127,6 +146,11 @@ def _chain(first: tuple[int, list[str]], rest: Iterator[tuple[int, list[str]]]) 
 
 def _decode(file: Path) -> tuple[str, list[str]]:
     data = file.read_bytes()
+    require(
+        b"\0" not in data,
+        f"{file}, line {data.count(10, 0, data.find(0)) + 1}: a zero byte, so this is no text in UTF-8 or Latin-1; "
+        "save the table as CSV in UTF-8",
+    )
     try:
         return data.decode("utf-8-sig"), []
     except UnicodeDecodeError:
@@ -145,7 +169,7 @@ def _read_parquet(file: Path, how: Reading) -> Series:
         held = table.column(column)
         try:
             found.append(held.cast("float64").to_numpy(zero_copy_only=False))
-        except (ValueError, TypeError) as error:  # pyarrow's own errors are among these
+        except (ValueError, TypeError, NotImplementedError) as error:  # pyarrow's own errors are among these
             kind = held.type
             raise ValueError(
                 f"{file}: column {column!r} holds {kind}, not numbers; leave it out with --columns"
@@ -162,14 +186,29 @@ def _made(
     file: Path, columns: list[str], values: np.ndarray, times: list[Any], time: str | None, lines: np.ndarray,
     notes: list[str],
 ) -> Series:  # fmt: skip
-    endless = np.argwhere(np.isinf(values))
+    endless = np.argwhere(np.abs(values) > _LARGEST)
     if len(endless):
         row, column = endless[0]
-        raise ValueError(f"{file}, line {lines[row]}, column {columns[column]!r}: an infinite value")
-    kinds = {type(t) for t in times}
-    require(len(kinds) == 1, f"{file}: column {time!r} mixes times and numbers")
-    made = np.array(times, dtype="datetime64[us]") if kinds == {datetime} else np.array(times)
+        raise ValueError(
+            f"{file}, line {lines[row]}, column {columns[column]!r}: an infinite value, or one beyond {_LARGEST:g}; "
+            "correct it, or leave the cell empty"
+        )
+    kinds = [_kind(t) for t in times]
+    other = next((row for row, kind in enumerate(kinds) if kind != kinds[0]), 0)
+    require(
+        other == 0,
+        f"{file}, line {lines[other]}, column {time!r}: {kinds[other]}, but {kinds[0]} in line {lines[0]}; write all "
+        "of them in one way",
+    )
+    dated = isinstance(times[0], datetime)
+    made = np.array([t.replace(tzinfo=None) for t in times], dtype="datetime64[us]") if dated else np.array(times)
     return Series(columns, values, made, time or "row", lines=lines, notes=notes)
+
+
+def _kind(time: Any) -> str:
+    if not isinstance(time, datetime):
+        return "a number"
+    return "a time without a zone" if time.tzinfo is None else "a time with a zone"
 
 
 def _find_time(file: Path, how: Reading, names: Sequence[str], cells: Sequence[str]) -> str | None:
@@ -244,9 +283,10 @@ def _time(file: Path, line: int, name: str, cell: Any, how: Reading) -> Any:
         if isinstance(cell, int):
             return cell
         cell = cell if isinstance(cell, datetime) else datetime(cell.year, cell.month, cell.day)
-        return cell.replace(tzinfo=None) if cell.tzinfo is None else cell.astimezone(UTC).replace(tzinfo=None)
+        return cell if cell.tzinfo is None else cell.astimezone(UTC)
     except (ValueError, AttributeError):
-        expected = f"the format {how.time_format!r}" if how.time_format else "ISO 8601 (2024-01-31 18:00) or a number"
+        iso = "ISO 8601 (2024-01-31 18:00) or a whole number"
+        expected = f"the format {how.time_format!r}" if how.time_format else iso
         raise ValueError(
             f"{file}, line {line}, column {name!r}: {cell!r} is no time; expected {expected}"
             + ("" if how.time_format else "; give other formats with --time-format, for instance '%d.%m.%Y %H:%M'")

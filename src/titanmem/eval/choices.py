@@ -6,7 +6,6 @@ one with the highest per byte (`acc_norm`). For WinoGrande the contexts differ a
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Callable, Sequence
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from titanmem.config import Config, check_counts, check_types, require
+from titanmem.data.files import read_objects
 from titanmem.data.tokenizer import Tokenizer
 from titanmem.eval.subject import Subject
 from titanmem.eval.suite import Cell, Measure, Result, Suite, mean
@@ -94,12 +94,7 @@ def read_lines(folder: str, pattern: str) -> list[tuple[str, dict[str, Any]]]:
     """The objects of a .jsonl file, each with where it stands."""
     files = sorted(Path(folder).rglob(pattern))
     require(bool(files), f"{folder} holds no {pattern}")
-    found = []
-    for number, line in enumerate(files[0].read_text().splitlines(), 1):
-        try:
-            found.append((f"{files[0]}, line {number}", json.loads(line)))
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{files[0]}, line {number}: no JSON: {line[:60]!r}") from error
+    found = [(f"{files[0]}, line {number}", held) for number, held in read_objects(files[0])]
     require(bool(found), f"{files[0]} is empty")
     return found
 
@@ -148,6 +143,7 @@ class ChoicesSuite(Config, Suite):
     most: int = 1000  # questions of a set
 
     name: ClassVar[str] = "choices"
+    reads: ClassVar[tuple[str, ...]] = ("folder",)
     columns: ClassVar[dict[str, str]] = {
         "set": "set", "score": "acc", "stderr": "± stderr", "acc_norm": "acc_norm", "perplexity": "ppl",
         "n": "questions", "chance": "chance",

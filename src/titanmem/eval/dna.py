@@ -8,6 +8,7 @@ import io
 import json
 import os
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,8 @@ from titanmem.data.fasta import open_sequences, parse_fasta
 from titanmem.data.files import FASTA
 from titanmem.data.labelled import Split, is_table, parse_table, read_labelled
 from titanmem.data.packages import load_package
-from titanmem.models.base import load
+from titanmem.data.shards import naming
+from titanmem.models.base import find_device, load
 from titanmem.models.sequence import SequenceClassifier
 from titanmem.train.export import load_run
 from titanmem.train.sequence import Rows, caller, score_split
@@ -29,15 +31,15 @@ ROWS, BASES = 512, 2**18  # of one forward pass, padding included
 LONGEST = 100_000
 
 
-def open_classifier(folder: str | Path, device: str | torch.device) -> SequenceClassifier:
-    """The model of an exported folder, or the best one of a run."""
-    path = Path(folder)
+def open_classifier(folder: str | Path, device: str | torch.device | None = None) -> SequenceClassifier:
+    """The model of an exported folder, or the best one of a run; by default on the GPU if there is one."""
+    path, where = Path(folder), find_device(device)
     model: Any = load_run(path, best=True)[0] if (path / "checkpoints").is_dir() else load(path)
     require(
         isinstance(model, SequenceClassifier),
         f"{folder} holds no classifier of sequences ({type(model).__name__}); titanmem dna train makes one",
     )
-    found: SequenceClassifier = model.to(device).eval()
+    found: SequenceClassifier = model.to(where).eval()
     return found
 
 
@@ -60,15 +62,16 @@ def predict_file(
     """Write a line for every sequence of a FASTA file or table: its number, name, bases, class, and the probability of
     each class. Lines go to a file beside `out` that a second call with the same model and source goes on with. Returns
     the number of sequences."""
+    require(source.is_file(), f"there is no file {source}; give FASTA or a table, plain or gzip")
     part = out.with_name(f"{out.name}.{_digest(model, source)}.part")
     out.parent.mkdir(parents=True, exist_ok=True)
     done = _finished(part)
     bar = load_package("tqdm", "the progress bar", "train").tqdm(
-        total=source.stat().st_size if source.exists() else None, unit="B", unit_scale=True, desc="predict",
-        disable=None if progress else True, leave=False,
+        total=source.stat().st_size, unit="B", unit_scale=True, desc="predict", disable=None if progress else True,
+        leave=False,
     )  # fmt: skip
     number = 0
-    with bar, open_sequences(source) as (file, read), part.open("a", newline="") as held:
+    with bar, _kept(part), open_sequences(source) as (file, read), part.open("a", newline="") as held:
         writer = csv.writer(held, lineterminator="\n")
         for batch in _batches(_sequences(file, source, column, longest, model.config.length)):
             fresh = batch[max(0, done - number) :]
@@ -76,13 +79,27 @@ def predict_file(
                 writer.writerow(["record", "name", "bases", "label", *(f"p_{name}" for name in model.config.classes)])
             if fresh:
                 first = number + len(batch) - len(fresh) + 1
-                writer.writerows(_lines(model, fresh, first))
-                held.flush()
+                lines = list(_lines(model, fresh, first))
+                with naming(part):
+                    writer.writerows(lines)
+                    held.flush()
             number += len(batch)
             bar.update(max(0, read() - bar.n))
             bar.set_postfix_str(f"{number:,} sequences", refresh=False)
     part.replace(out)
     return number
+
+
+@contextmanager
+def _kept(part: Path) -> Iterator[None]:
+    """Remove what was written if the source is wrong: corrected, it is another source. What a full disk or the like
+    stopped stays."""
+    try:
+        yield
+    except ValueError as error:
+        if not isinstance(error.__cause__, OSError) or not part.stat().st_size:
+            part.unlink(missing_ok=True)
+        raise
 
 
 def _sequences(file: Any, source: Path, column: str, longest: int, cut: int | None) -> Sequences:
@@ -139,10 +156,10 @@ def _lines(model: SequenceClassifier, batch: list[tuple[str, bytes]], first: int
 
 def _digest(model: SequenceClassifier, source: Path) -> str:
     """Changes with the model and with the source."""
-    about = source.stat() if source.exists() else None
+    about = source.stat()
     held = hashlib.sha256(json.dumps(model.config.to_dict()).encode())
     held.update(model.head.weight.detach().float().cpu().numpy().tobytes())
-    held.update(f"{source.resolve()} {about and (about.st_size, about.st_mtime_ns)}".encode())
+    held.update(f"{source.resolve()} {(about.st_size, about.st_mtime_ns)}".encode())
     return held.hexdigest()[:8]
 
 

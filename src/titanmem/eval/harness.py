@@ -26,6 +26,7 @@ class HarnessSuite(Config, Suite):
     length: int = 2048  # where the harness cuts a text
 
     name: ClassVar[str] = "harness"
+    reads: ClassVar[tuple[str, ...]] = ("data",)
     columns: ClassVar[dict[str, str]] = {
         "task": "task", "score": "acc", "stderr": "± stderr", "acc_norm": "acc_norm", "perplexity": "ppl",
         "word_perplexity": "ppl a word", "bits_per_byte": "bits a byte", "n": "questions",

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 
 from titanmem.config import Config, check_counts, check_types, require
-from titanmem.eval.perplexity import documents
+from titanmem.eval.perplexity import documents, encode_document
 from titanmem.eval.subject import Subject
 from titanmem.eval.suite import Cell, Measure, Result, Suite
 from titanmem.train.evaluate import memory_work
@@ -26,6 +26,7 @@ class MemorySuite(Config, Suite):
     window: int = 64
 
     name: ClassVar[str] = "memory"
+    reads: ClassVar[tuple[str, ...]] = ("text",)
     columns: ClassVar[dict[str, str]] = {
         "document": "document", "fresh": "fresh", "frozen": "warm, frozen", "learning": "warm, learning",
     }  # fmt: skip
@@ -41,7 +42,7 @@ class MemorySuite(Config, Suite):
 
     def open(self, subject: Subject) -> Measure:
         words = subject.words()
-        texts = {name: words.encode(text) for name, text in documents(self.text).items()}
+        texts = {name: encode_document(words, name, text) for name, text in documents(self.text).items()}
         short = [name for name, tokens in texts.items() if len(tokens) <= self.length]
         require(
             not short,

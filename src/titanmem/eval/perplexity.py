@@ -12,6 +12,8 @@ from typing import Any, ClassVar
 import torch
 
 from titanmem.config import Config, check_counts, check_types, require
+from titanmem.data.files import read_objects, read_text
+from titanmem.data.tokenizer import Tokenizer
 from titanmem.eval.subject import Subject
 from titanmem.eval.suite import Cell, Measure, Result, Suite
 from titanmem.train.evaluate import by_position
@@ -19,25 +21,32 @@ from titanmem.train.plots import new_figure, position_axis
 
 
 def documents(path: str) -> dict[str, str]:
-    """The .txt and .jsonl files (key "text") of a folder, or one file, by name; each line of .jsonl is a document."""
-    import json
-
+    """The .txt and .jsonl files (key "text") of a folder, or one file, by their names in it; each line of .jsonl is a
+    document."""
     place = Path(path)
     files = sorted(f for f in place.rglob("*") if f.suffix in (".txt", ".jsonl")) if place.is_dir() else [place]
-    require(bool(files) and all(f.is_file() for f in files), f"{path} holds no .txt or .jsonl files")
+    require(bool(files) and all(f.is_file() for f in files), f"{path} holds no .txt or .jsonl files, and is none")
     found = {}
     for file in files:
+        name = file.name if file == place else file.relative_to(place).as_posix()
         if file.suffix != ".jsonl":
-            found[file.name] = file.read_text(errors="replace")
+            found[name] = read_text(file)
             continue
-        for number, line in enumerate(file.read_text().splitlines(), 1):
-            try:
-                found[f"{file.name}:{number}"] = json.loads(line)["text"]
-            except (json.JSONDecodeError, KeyError, TypeError) as error:
-                raise ValueError(f"{file}, line {number}: expected an object with a text, got {line[:60]!r}") from error
+        for number, held in read_objects(file):
+            text = held.get("text") if isinstance(held, dict) else None
+            require(isinstance(text, str), f"{file}, line {number}: expected an object with a text, got {held!r:.60}")
+            found[f"{name}:{number}"] = str(text).encode(errors="replace").decode()
     for name, text in found.items():
-        require(isinstance(text, str) and bool(text.strip()), f"{path}: {name} holds no text; leave it out")
+        require(bool(text.strip()), f"{path}: {name} holds no text; leave it out")
     return found
+
+
+def encode_document(words: Tokenizer, name: str, text: str) -> list[int]:
+    """Its tokens; an error names the document."""
+    try:
+        return words.encode(text)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
 
 
 def windows(tokens: list[int], end: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -63,6 +72,7 @@ class PerplexitySuite(Config, Suite):
     most_tokens: int = 200_000  # of one document
 
     name: ClassVar[str] = "perplexity"
+    reads: ClassVar[tuple[str, ...]] = ("text",)
     columns: ClassVar[dict[str, str]] = {
         "document": "document", "mode": "read", "tokens": "tokens", "loss": "nats a token", "perplexity": "ppl",
         "word_perplexity": "ppl a word", "bits_per_byte": "bits a byte",
@@ -80,10 +90,12 @@ class PerplexitySuite(Config, Suite):
 
     def open(self, subject: Subject) -> Measure:
         words, texts = subject.words(), documents(self.text)
+        for name, text in texts.items():
+            encode_document(words, name, text[:1000])
 
         def measure(cell: Cell) -> Result:
             text = texts[cell["document"]]
-            tokens = words.encode(text)[: self.most_tokens]
+            tokens = encode_document(words, cell["document"], text)[: self.most_tokens]
             share = len(words.decode(tokens)) / max(1, len(text))
             length = self.length if cell["mode"] == "windows" else max(1, len(tokens))
             ids, targets = windows(tokens, words.end, length)

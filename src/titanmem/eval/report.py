@@ -10,10 +10,11 @@ from typing import Any
 
 from titanmem.config import require
 from titanmem.eval.published import PUBLISHED
-from titanmem.eval.suites import SUITES
+from titanmem.eval.suites import SUITES, make_suite
 from titanmem.train.plots import write_page
 
 Found = dict[str, Any]
+PARTS = ("model", "weights", "settings", "machine", "seconds", "results")
 
 
 def load_results(places: Sequence[Path]) -> list[Found]:
@@ -24,9 +25,11 @@ def load_results(places: Sequence[Path]) -> list[Found]:
         require(file.is_file(), f"{file} does not exist; give files or folders that titanmem eval wrote")
         try:
             held = json.loads(file.read_text())
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{file} is damaged: {error}") from error
+        except ValueError as error:
+            raise ValueError(f"{file} is damaged, or no .json of titanmem eval: {error}") from error
         if isinstance(held, dict) and held.get("suite") in SUITES:
+            lacks = [name for name in PARTS if name not in held]
+            require(not lacks, f"{file} has no {', '.join(lacks)}; measure it again with titanmem eval")
             found.append(held)
     require(bool(found), f"no results of titanmem eval in {', '.join(map(str, places))}")
     order = list(SUITES)
@@ -81,8 +84,7 @@ def page(results: Sequence[Found], out: Path) -> None:
             head = "".join(f"<th>{html.escape(t)}</th>" for t in titles)
             body = "".join("<tr>" + "".join(f"<td>{html.escape(c)}</td>" for c in row) + "</tr>" for row in rows)
             parts.append(html.escape(about(found)))
-            made = SUITES[suite](**found["settings"])
-            figure = made.figure(found["results"])
+            figure = make_suite(suite, found["settings"]).figure(found["results"])
             parts += [figure] if figure is not None else []
             parts.append(f"<table><tr>{head}</tr>{body}</table>")
         if suite in PUBLISHED:

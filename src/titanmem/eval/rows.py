@@ -183,6 +183,7 @@ class NeedleSuite(TextSuite):
     text: str | None = None  # a folder of .txt files; needed for all kinds but pk
 
     name: ClassVar[str] = "needle"
+    reads: ClassVar[tuple[str, ...]] = ("text",)
     columns: ClassVar[dict[str, str]] = {
         "kind": "needle", "length": "length", "depth": "depth", "score": "found", "stderr": "± stderr", "n": "samples",
     }  # fmt: skip
@@ -234,6 +235,7 @@ class BabilongSuite(TextSuite):
     shots: int | None = None
 
     name: ClassVar[str] = "babilong"
+    reads: ClassVar[tuple[str, ...]] = ("facts", "text")
     columns: ClassVar[dict[str, str]] = {
         "qa": "task", "length": "length", "shots": "shots", "score": "right", "stderr": "± stderr", "n": "samples",
         "chance": "chance",

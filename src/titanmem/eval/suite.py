@@ -3,11 +3,13 @@ interrupted evaluation goes on where it stopped."""
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -16,17 +18,20 @@ from tqdm import tqdm
 from titanmem.bench.report import table
 from titanmem.bench.timing import machine
 from titanmem.config import Config
+from titanmem.data.shards import naming, writing
 from titanmem.eval.subject import Subject
 
 Cell = dict[str, Any]
 Result = dict[str, Any]
 Measure = Callable[[Cell], Result]
+TEXTS = (".txt", ".jsonl", ".raw")
 
 
 class Suite(ABC):
     """Subclasses are frozen dataclasses of settings."""
 
     name: ClassVar[str]
+    reads: ClassVar[tuple[str, ...]] = ()  # the settings that name files or folders of text
     columns: ClassVar[dict[str, str]]  # of the table: key of a result, title
 
     @abstractmethod
@@ -57,67 +62,93 @@ def mean(values: Iterable[float]) -> Result:
     return {"score": middle, "stderr": (spread / n) ** 0.5, "n": n}
 
 
-def fingerprint(folder: str) -> str:
-    """Which weights a folder holds, so that results of others are not mixed in; a model without a folder has none."""
-    if not folder:
-        return ""
-    path = Path(folder)
-    files = sorted([*path.glob("*.safetensors"), *path.glob("checkpoints/step-*/*.json"), *path.glob("config.json")])
+def weights_of(folder: str) -> list[Path]:
+    """What a model is made of; a model without a folder has no files."""
+    kinds = ("*.safetensors", "checkpoints/step-*/*.json", "config.json", "tokenizer*")
+    return [file for kind in kinds for file in Path(folder).glob(kind)] if folder else []
+
+
+def texts_of(suite: Suite, out: Path) -> list[Path]:
+    """What a suite reads, apart from what evaluations wrote to `out`."""
+    places = [Path(named) for name in suite.reads if (named := getattr(suite, name))]
+    below = [file for place in places for file in place.rglob("*") if file.suffix in TEXTS]
+    return [*places, *(file for file in below if out.resolve() not in file.resolve().parents)]
+
+
+def fingerprint(files: Iterable[Path]) -> str:
+    """Of names and contents, so that results of other weights or texts are not mixed in."""
     digest = hashlib.sha256()
-    for file in files:
+    found = sorted(file for file in files if file.is_file())
+    for file in found:
         digest.update(file.name.encode())
         with file.open("rb") as data:
             while block := data.read(2**20):
                 digest.update(block)
-    return digest.hexdigest()[:16]
+    return digest.hexdigest()[:16] if found else ""
 
 
 def run_suite(subject: Subject, suite: Suite, folder: Path, measure: Measure | None = None) -> dict[str, Any]:
     """Measure what is not measured yet; leaves FOLDER/SUITE.json and SUITE.png. `measure`: what `suite.open` gave, if
     it was called already."""
-    folder.mkdir(parents=True, exist_ok=True)
-    weights = fingerprint(subject.name)
-    about = {"suite": suite.name, "model": subject.name, "weights": weights, "settings": suite.to_dict()}
+    about = {
+        "suite": suite.name, "model": subject.name, "weights": fingerprint(weights_of(subject.name)),
+        "texts": fingerprint(texts_of(suite, folder)), "settings": suite.to_dict(),
+    }  # fmt: skip
     about = json.loads(json.dumps(about))
-    journal = folder / f"{suite.name}.jsonl"
-    done = read_journal(journal, about)
     measure = measure or suite.open(subject)
     cells = suite.cells()
     begin = time.perf_counter()
-    with journal.open("a") as file, tqdm(total=len(cells), desc=suite.name, unit="cell", dynamic_ncols=True) as bar:
-        for cell in cells:
-            key = json.dumps(cell, sort_keys=True)
-            if key not in done:
-                done[key] = {**cell, **measure(cell)}
-                file.write(json.dumps({"cell": key, "result": done[key]}) + "\n")
-                file.flush()
-            bar.update()
-    results = [done[json.dumps(cell, sort_keys=True)] for cell in cells]
-    found = {**about, "machine": machine(), "seconds": time.perf_counter() - begin, "results": results}
-    (folder / f"{suite.name}.json").write_text(json.dumps(found, indent=1) + "\n")
-    figure = suite.figure(results)
-    if figure is not None:
-        figure.savefig(folder / f"{suite.name}.png")
+    with open_journal(folder / f"{suite.name}.jsonl", about) as (done, note):
+        with tqdm(total=len(cells), desc=suite.name, unit="cell", dynamic_ncols=True) as bar:
+            for cell in cells:
+                key = json.dumps(cell, sort_keys=True)
+                if key not in done:
+                    done[key] = {**cell, **measure(cell)}
+                    note({"cell": key, "result": done[key]})
+                bar.update()
+        results = [done[json.dumps(cell, sort_keys=True)] for cell in cells]
+        found = {**about, "machine": machine(), "seconds": time.perf_counter() - begin, "results": results}
+        with writing(folder / f"{suite.name}.json") as file:
+            file.write(json.dumps(found, indent=1).encode() + b"\n")
+        figure = suite.figure(results)
+        if figure is not None:
+            figure.savefig(folder / f"{suite.name}.png")
     print(table(results, suite.columns))
     return found
 
 
-def read_journal(path: Path, about: Mapping[str, Any]) -> dict[str, Result]:
-    """Cells that an earlier run of the same suite on the same weights measured; begins a journal if there is none."""
-    lines = path.read_text().splitlines() if path.exists() else []
-    whole: list[Any] = []
-    for line in lines:
+@contextmanager
+def open_journal(path: Path, about: Mapping[str, Any]) -> Iterator[tuple[dict[str, Result], Callable[[Any], None]]]:
+    """The cells that an earlier run of the same suite on the same weights measured, and what writes one down. Nobody
+    else writes to the journal meanwhile; lines that a killed run left unfinished do not count."""
+    with naming(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("a+b")
+    with file:
         try:
-            whole.append(json.loads(line))
-        except json.JSONDecodeError:  # the last line of a run that was killed
-            break
-    if not whole:
-        path.write_text(json.dumps(about) + "\n")
-        return {}
-    if whole[0] != about:
-        differ = [name for name in about if whole[0].get(name) != about[name]]
-        raise ValueError(
-            f"{path} belongs to another evaluation (other {', '.join(differ)}); give another --out, or delete it"
-        )
-    path.write_text("".join(json.dumps(line) + "\n" for line in whole))
-    return {line["cell"]: line["result"] for line in whole[1:]}
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ValueError(f"another process is measuring into {path}; wait for it, or give another --out") from error
+
+        def note(held: Any) -> None:
+            with naming(path):
+                file.write(json.dumps(held).encode() + b"\n")
+                file.flush()
+
+        file.seek(0)
+        written = file.read()
+        whole: list[Any] = []
+        for line in written.splitlines():
+            with suppress(ValueError):
+                whole.append(json.loads(line))
+        if not whole:
+            file.truncate(0)
+            note(about)
+        elif whole[0] != about:
+            differ = [name for name in about if whole[0].get(name) != about[name]]
+            raise ValueError(
+                f"{path} belongs to another evaluation (other {', '.join(differ)}); give another --out, or delete it"
+            )
+        elif not written.endswith(b"\n"):
+            file.write(b"\n")
+        yield {line["cell"]: line["result"] for line in whole[1:]}, note

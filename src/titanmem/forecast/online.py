@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from titanmem.config import require
-from titanmem.data.series import Series, show_time
+from titanmem.data.series import Series, show_step, show_time, step_times
 from titanmem.forecast.predictor import Predictor
 from titanmem.models.series import Forecaster
 from titanmem.state import ModelState, State, check_same_config
@@ -89,8 +89,7 @@ class OnlineForecaster:
             f"rows must have the columns {', '.join(columns)}: [rows, {len(columns)}], got {list(given.shape)}",
         )
         state = self.state
-        new = torch.from_numpy(self.predictor.scaler.apply(given).astype(np.float32)).to(state.recent)
-        recent = fill_forward(torch.cat([state.recent, new.T], 1))
+        recent = fill_forward(torch.cat([state.recent, self.predictor.scale(given).T], 1))
         model, length = state.model, self.predictor.look_back
         while recent.shape[1] >= 2 * length:
             _, model = self.predictor.model(recent[:, :length].T.unsqueeze(0), state=model)
@@ -100,16 +99,24 @@ class OnlineForecaster:
         )
 
     def feed_new(self, series: Series) -> int:
-        """Read the rows of a table that are newer than what was read; returns how many."""
+        """Read the rows of a table that are newer than what was read; returns how many. The table holds the last row
+        that was read, or begins right after it."""
         times = [show_time(time) for time in series.times]
-        first = 0
-        if self.state.last is not None:
+        last, first = self.state.last, 0
+        require(
+            last is not None or self.state.seen == 0,
+            f"{self.state.seen:,} rows were fed without their times, so it is unknown which rows are new; feed them",
+        )
+        if last in times:
+            first = times.index(last) + 1
+        elif last is not None:
+            before = show_time(step_times(series.times[0], series.step, np.array([-1]))[0])
             require(
-                self.state.last in times,
-                f"the stream stopped at {self.state.last}, which the table does not hold ({times[0]} … {times[-1]}); "
-                "give a table that goes on from there, or start a new stream",
+                last == before,
+                f"the stream stopped at {last}, which the table neither holds nor follows on ({times[0]} … "
+                f"{times[-1]}, {show_step(series.step)} apart); give a table that goes on from there, or start a new "
+                "stream",
             )
-            first = times.index(self.state.last) + 1
         if first < len(times):
             self.feed(series.choose(self.predictor.columns).values[first:], times[-1])
         return len(times) - first

@@ -12,15 +12,16 @@ import torch
 from torch import Tensor
 
 from titanmem.config import require
-from titanmem.data.series import Series, check_columns, read_series, show_time
+from titanmem.data.series import Series, check_columns, read_series, show_step, show_time
 from titanmem.data.splits import Scaler
-from titanmem.models.base import load
+from titanmem.models.base import find_device, load
 from titanmem.models.series import Forecaster
 from titanmem.train.config import RunConfig
 from titanmem.train.export import export, read_run
 from titanmem.train.series import SeriesData, SeriesRun, window_errors
 
 BESIDE = "data.json"
+FARTHEST = 1e12  # of a scaled value from 0: sums of squares of larger ones are no float32
 
 
 @dataclass(frozen=True)
@@ -45,8 +46,7 @@ class Predictor:
         if (path / "checkpoints").exists():
             path = _exported(path)
         require((path / BESIDE).exists(), f"{path} has no {BESIDE}; expected a forecaster that titanmem export wrote")
-        where = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        model = load(path, where)
+        model = load(path, find_device(device))
         require(isinstance(model, Forecaster), f"{path} holds no forecaster ({type(model.config).__name__})")
         assert isinstance(model, Forecaster)
         about = json.loads((path / BESIDE).read_text())
@@ -54,9 +54,18 @@ class Predictor:
         return Predictor(model.eval(), about["columns"], scaler, SeriesData.from_dict(about["data"]), about["step"])
 
     def read(self, path: str | Path, **how: Any) -> Series:
-        """A table as the model's own was read; `how` overrides settings of `Reading`."""
+        """A table as the model's own was read; `how` overrides settings of `Reading`. Its rows must be as far apart as
+        there, unless they are numbered or taken as they stand."""
         asked = replace(self.data.reading(), columns=tuple(self.columns), **how)
-        return read_series(path, asked)
+        series = read_series(path, asked)
+        if asked.irregular != "keep" and (asked.time or "").lower() != "none":
+            require(len(series) > 1, f"{path} holds one row, which does not tell how far apart rows are; give more")
+            require(
+                show_step(series.step) == self.step,
+                f"{path}: rows are mostly {show_step(series.step)} apart, those the model was trained on {self.step}; "
+                "give such a table, or take rows as they stand with --irregular keep",
+            )
+        return series
 
     @property
     def look_back(self) -> int:
@@ -69,8 +78,19 @@ class Predictor:
     def scaled(self, series: Series) -> Tensor:
         """The model's columns of a table, scaled, [T, C] on its device."""
         check_columns(self.columns, series.columns)
-        values = self.scaler.apply(series.choose(self.columns).values).astype(np.float32)
-        return torch.from_numpy(values).to(self.device)
+        return self.scale(series.choose(self.columns).values)
+
+    def scale(self, rows: np.ndarray) -> Tensor:
+        """Rows [n, C] in the table's units, scaled, on the model's device."""
+        values = self.scaler.apply(rows)
+        far = np.argwhere(np.abs(values) > FARTHEST)
+        if len(far):
+            row, column = far[0]
+            raise ValueError(
+                f"{self.columns[column]!r} has the value {rows[row, column]:g} in row {row + 1:,} of {len(rows):,}, "
+                "which no model can be meant to read; correct it, or mark it as missing"
+            )
+        return torch.from_numpy(values.astype(np.float32)).to(self.device)
 
     @property
     def device(self) -> torch.device:
@@ -82,7 +102,8 @@ class Predictor:
         origin = len(series) if origin is None else origin
         require(
             origin >= self.look_back,
-            f"a forecast looks back {self.look_back} rows; there are {origin} before {self._place(series, origin)}",
+            f"a forecast looks back {self.look_back} rows; there are {origin} before {self._place(series, origin)}: "
+            "give more",
         )
         values = self.scaled(series)[origin - self.look_back : origin]
         out = self.model(values.unsqueeze(0))[0][0].cpu().double().numpy()
@@ -122,11 +143,14 @@ def _evaluated(config: RunConfig) -> bool:
 
 
 def find_origin(series: Series, at: str) -> int:
-    """The row of a time."""
+    """The row of a time; of a date or hour alone, the first row in it."""
     times = [show_time(time) for time in series.times]
-    wanted = [row for row, time in enumerate(times) if time == at or time.startswith(at)]
-    require(bool(wanted), f"no row at {at}; the table has {times[0]} … {times[-1]}")
-    return wanted[0]
+    dated, asked = series.times.dtype.kind == "M", at.strip().replace("T", " ")
+    wanted = (row for row, time in enumerate(times) if time == asked or (dated and time.startswith(asked)))
+    found = next(wanted, None)
+    if found is None:
+        raise ValueError(f"no row at {at}; the table has {times[0]} … {times[-1]}, {show_step(series.step)} apart")
+    return found
 
 
 def rolling(predictor: Predictor, series: Series, first: int) -> list[tuple[int, Series]]:

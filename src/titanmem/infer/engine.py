@@ -34,6 +34,7 @@ from titanmem.config import require
 from titanmem.data.tokenizer import Tokenizer, find_tokenizer
 from titanmem.infer.graphs import Pieces, Slots
 from titanmem.infer.past import Call, Job, Past, Place, Result, Row, alone
+from titanmem.models.base import find_device
 from titanmem.models.language import TitansLM
 from titanmem.ops.backend import backend
 from titanmem.state import ModelState
@@ -315,18 +316,3 @@ def default_piece(model: TitansLM) -> int:
         grid = lcm(grid, config.segment_len)
     wanted = 512 if next(model.parameters()).device.type == "cpu" else 2048
     return max(1, wanted // grid) * grid if grid <= 8192 else wanted
-
-
-def find_device(device: torch.device | str | None) -> torch.device:
-    """A device by name; without one the GPU if there is one."""
-    if device is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        found = torch.device(device)
-    except RuntimeError as error:
-        raise ValueError(f"--device {device}: torch knows no such device; use cpu or cuda") from error
-    require(
-        found.type != "cuda" or torch.cuda.is_available(),
-        f"--device {device}: this torch finds no GPU; use --device cpu",
-    )
-    return found

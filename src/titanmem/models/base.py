@@ -92,7 +92,14 @@ def read_config(folder: str | Path) -> ModelConfig:
             raise FileNotFoundError(
                 f"{path} has no {name}; expected a folder that a model's save or titanmem export wrote"
             )
-    return ModelConfig.read(path / "config.json")
+    try:
+        return ModelConfig.read(path / "config.json")
+    except ValueError as error:
+        if '"architectures"' not in (path / "config.json").read_text(errors="replace"):
+            raise
+        raise ValueError(
+            f"{path} is a folder for transformers; give the run, or titanmem export without --format hf"
+        ) from error
 
 
 def fill(model: AnyModel, folder: str | Path) -> AnyModel:
@@ -115,3 +122,18 @@ def own_tensors(model: nn.Module) -> dict[str, Tensor]:
     """What a model's state_dict holds; a tensor of several names, such as a tied head, under its first."""
     first = {id(x): name for name, x in reversed(model.state_dict(keep_vars=True).items())}
     return {name: x for name, x in model.state_dict(keep_vars=True).items() if first[id(x)] == name}
+
+
+def find_device(device: torch.device | str | None) -> torch.device:
+    """A device by name; without one the GPU if there is one."""
+    if device is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        found = torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"--device {device}: torch knows no such device; use cpu or cuda") from error
+    require(
+        found.type != "cuda" or torch.cuda.is_available(),
+        f"--device {device}: this torch finds no GPU; use --device cpu",
+    )
+    return found

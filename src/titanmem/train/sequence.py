@@ -21,7 +21,8 @@ from titanmem.config import Config, check_counts, check_types, require
 from titanmem.data.dna import reverse_complement
 from titanmem.data.labelled import Labelled, Split, read_labelled
 from titanmem.models.base import read_config
-from titanmem.models.sequence import SequenceClassifier, SequenceConfig
+from titanmem.models.language import TitansConfig
+from titanmem.models.sequence import CnnConfig, SequenceClassifier, SequenceConfig
 from titanmem.tasks.base import generator_of
 from titanmem.train.config import RunConfig
 from titanmem.train.parallel import Ranks, Spread
@@ -86,10 +87,19 @@ class SequenceRun(RunConfig):
     def fit(self, given: Collection[str]) -> SequenceRun:
         """Classes and steps from the data; the trunk from the model that the run starts from."""
         found = self.data.open()
+        require(
+            "model.classes" in given or len(found.classes) > 1,
+            f"{self.data.path} has the label {', '.join(found.classes)} alone; give sequences of at least two labels",
+        )
         model = self.model if "model.classes" in given else replace(self.model, classes=found.classes)
         if self.init is not None and not any(name.startswith("model.trunk") for name in given):
             start = read_config(self.init)
-            model = replace(model, trunk=start.trunk if isinstance(start, SequenceConfig) else start)
+            trunk = start.trunk if isinstance(start, SequenceConfig) else start
+            require(
+                isinstance(trunk, TitansConfig | CnnConfig),
+                f"{self.init} holds a {type(start).__name__}; start from a model of titanmem dna pretrain or dna train",
+            )
+            model = replace(model, trunk=trunk)
         epoch = len(found.splits["train"]) / self.data.batch
         steps = self.steps if "steps" in given else math.ceil(epoch * self.epochs)
         optim = self.optim if "optim.warmup" in given else replace(self.optim, warmup=steps // 20)
