@@ -12,7 +12,8 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from titanmem.bench.job import Job, device
+from titanmem.bench import search
+from titanmem.bench.job import TrainingJob, device
 from titanmem.bench.record import RunRecord, mean_and_deviation, ordered
 from titanmem.config import require
 from titanmem.recipes.dna import classification
@@ -33,7 +34,7 @@ Cells = dict[tuple[str, str], list[float]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class GueJob(Job):
+class GueJob(TrainingJob):
     """A model on a task with a learning rate, which is one of the settings."""
 
     task: str
@@ -94,17 +95,14 @@ def tasks_in(folder: Path, tasks: Sequence[str]) -> Path:
     return folder
 
 
+def cell_of(record: RunRecord) -> tuple[str, str]:
+    """Task and model."""
+    return record.levels[0]["level"]["task"], record.variant
+
+
 def chosen(records: Sequence[RunRecord]) -> list[RunRecord]:
-    """Of every task and model the runs with the learning rate whose first seed has the best dev MCC; equal ones: the
-    lower rate."""
-    groups: dict[tuple[str, str], list[RunRecord]] = {}
-    for record in sorted(records, key=lambda record: (record.seed, record.settings["optim.lr"])):
-        groups.setdefault((record.levels[0]["level"]["task"], record.variant), []).append(record)
-    kept = []
-    for group in groups.values():
-        best = max((r for r in group if r.seed == group[0].seed), key=lambda record: record.metrics["dev_mcc"])
-        kept += [r for r in group if r.settings["optim.lr"] == best.settings["optim.lr"]]
-    return kept
+    """Of every task and model the runs with the learning rate whose first seed has the best dev MCC."""
+    return search.chosen(records, cell_of, lambda record: -record.metrics["dev_mcc"])
 
 
 def by_cell(records: Sequence[RunRecord], metric: str) -> tuple[list[str], list[str], Cells]:

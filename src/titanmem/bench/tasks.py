@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from titanmem import recipes
-from titanmem.bench.job import Job
+from titanmem.bench.job import TrainingJob
 from titanmem.bench.record import RunRecord
 from titanmem.config import require
 from titanmem.tasks import TEXT_TASKS
@@ -16,7 +16,7 @@ from titanmem.train.metrics import FILE, read_metrics
 
 
 @dataclass(frozen=True, kw_only=True)
-class TaskJob(Job):
+class TaskJob(TrainingJob):
     """A model on a task."""
 
     task: str
