@@ -6,6 +6,7 @@ import difflib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from types import NoneType, UnionType
@@ -67,11 +68,17 @@ class KindConfig(Config):
 def parts_of(config: type[Config]) -> dict[str, type[Config]]:
     """The settings of a config that are configs themselves."""
     found = {}
-    for name, hint in get_type_hints(config).items():
+    for name, hint in _hints(config).items():
         kinds = [kind for kind in _choices(hint) if kind is not NoneType]
         if len(kinds) == 1 and isinstance(kinds[0], type) and issubclass(kinds[0], Config):
             found[name] = kinds[0]
     return found
+
+
+@cache
+def _hints(kind: type) -> dict[str, Any]:
+    """The types of a class's settings; finding them takes longer than all else about a config."""
+    return get_type_hints(kind)
 
 
 def _choices(hint: Any) -> tuple[Any, ...]:
@@ -90,7 +97,7 @@ def check_keys(values: Mapping[str, Any], known: list[str], where: str) -> None:
 def check_types(config: object) -> None:
     """Raise where a setting declared as a number, a flag or a text is something else."""
     words = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", NoneType: "null"}
-    for name, hint in get_type_hints(type(config)).items():
+    for name, hint in _hints(type(config)).items():
         kinds = _choices(hint)
         if not set(kinds) <= set(words):
             continue

@@ -40,6 +40,13 @@ class Search(Generic[C]):
         best = [(self.cell(record), record.settings[RATE]) for record in chosen(found, self.cell, self.loss)]
         return [self.make(*pair, seed) for pair in best for seed in sorted(self.seeds)[1:]]
 
+    def note(self) -> str:
+        """The others in words."""
+        seeds = sorted(self.seeds)[1:]
+        count = len(self.cells) * len(seeds)
+        shown = ", ".join(map(str, seeds))
+        return f"; then {count} more with the rate that validation likes best (seeds {shown})" if count else ""
+
 
 def chosen(
     records: Sequence[RunRecord], cell: Callable[[RunRecord], Any], loss: Callable[[RunRecord], float]

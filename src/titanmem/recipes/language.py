@@ -41,14 +41,15 @@ def language_run(model: str, scale: str = "small", size: str = "340m") -> TrainC
     small = scale == "small"
     return TrainConfig(
         model=shared.model(model, BYTES),
-        data=DataConfig(held_out=0.2, length=2048 if small else 64, reset=False),
+        data=DataConfig(held_out=0.15, length=2048 if small else 64, reset=False),
         optim=OptimConfig(lr=2e-3, warmup=50 if small else 1, final=0.05),
-        steps=500 if small else 6,
+        steps=500 if small else 30,
         batch_tokens=2**16 if small else 512,
         micro_rows=32 if small else 8,
-        eval_every=250 if small else 6,
+        log_every=10 if small else 1,
+        eval_every=250 if small else 30,
         eval_rows=4 if small else 2,
-        save_every=250 if small else 6,
+        save_every=250 if small else 30,
         sample_tokens=0,
         keep=1,
     )
