@@ -6,11 +6,12 @@ import difflib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from functools import cache
 from importlib import import_module
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, ClassVar, Self, get_args, get_origin, get_type_hints
+
+_found: dict[type, dict[str, Any]] = {}  # by `_hints`
 
 
 @dataclass(frozen=True)
@@ -75,10 +76,11 @@ def parts_of(config: type[Config]) -> dict[str, type[Config]]:
     return found
 
 
-@cache
 def _hints(kind: type) -> dict[str, Any]:
-    """The types of a class's settings; finding them takes longer than all else about a config."""
-    return get_type_hints(kind)
+    """The types of a class's settings, which take longer to find than all else about a config."""
+    if kind not in _found:
+        _found[kind] = get_type_hints(kind)
+    return _found[kind]
 
 
 def _choices(hint: Any) -> tuple[Any, ...]:

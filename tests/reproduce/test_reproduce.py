@@ -96,7 +96,7 @@ def test_a_forecast_leaves_its_errors_on_test(command, tmp_path, capfd):
     data = write_series_set(tmp_path / "data")
     words = ["forecasting", "--data", str(data), "--scale", "tiny", "--models", "rlinear:1+2,dlinear:0"]
     assert command(*words, "data.split=[300,100,100]", "--label", "quick") == 0
-    other, run, last = records(tmp_path / "out" / "forecast" / "results")
+    other, run, last = records(tmp_path / "out" / "forecast-tiny" / "results")
     assert (run.experiment, run.variant, run.seed, other.model, last.seed) == (
         "forecast", "rlinear+quick", 1, "dlinear", 2,
     )  # fmt: skip

@@ -47,7 +47,7 @@ def language_run(model: str, scale: str = "small", size: str = "340m") -> TrainC
         batch_tokens=2**16 if small else 512,
         micro_rows=32 if small else 8,
         log_every=10 if small else 1,
-        eval_every=250 if small else 30,
+        eval_every=500 if small else 30,
         eval_rows=4 if small else 2,
         save_every=250 if small else 30,
         sample_tokens=0,

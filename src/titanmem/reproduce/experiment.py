@@ -97,18 +97,22 @@ class Experiment(ABC):
         return self.request.data or ""
 
     @property
+    def kept(self) -> bool:
+        """Whether its records belong to the project's own."""
+        return self.scale == "small" or (self.scale == "paper" and self.small_is_paper)
+
+    @property
     def out(self) -> Path:
-        """The folder of JSON; small runs are kept with the project."""
-        kept = self.scale == "small" or (self.scale == "paper" and self.small_is_paper)
-        own = Path("benchmarks/results") / self.stored if kept else self.runs / "results"
+        """The folder of JSON."""
+        own = Path("benchmarks/results") / self.stored if self.kept else self.runs / "results"
         return (self.request.out or own).resolve()
 
     @property
     def runs(self) -> Path:
         """The folder of logs and checkpoints."""
-        kept = self.scale == "small" or self.small_is_paper
-        own = Path("out") / self.stored if kept else Path("out") / f"{self.stored}-{self.scale}"
-        return (self.request.runs or own).resolve()
+        return (
+            self.request.runs or Path("out") / (self.stored if self.kept else f"{self.stored}-{self.scale}")
+        ).resolve()
 
     def pick(self, given: Sequence[T] | None, tiny: Sequence[T], small: Sequence[T], paper: Sequence[T]) -> list[T]:
         """What was asked for, or the scale's own."""
