@@ -171,6 +171,36 @@ def test_the_page_has_forecasts_and_dna_where_runs_are_stored(tmp_path):
         each.figure().savefig(tmp_path / f"{each.name}.png")
 
 
+def read(model, rate, seed, near, far, table="language"):
+    levels = [{"level": {"position": p}, "loss": x, "stderr": 0.1, "rows": 4} for p, x in ((64, near), (512, far))]
+    numbers = dict(dev_loss=near, bits_per_byte=2 * near, length=64, fresh=2.0, frozen=1.9, learning=1.8)
+    return RunRecord(table, model, seed, 400, 9, 1.0, levels, "loss", settings={"data": "novels", "optim.lr": rate},
+                     metrics=numbers, machine={"device": "GPU"}, curve=[[1, 2.0], [2, 1.0]], tokens=10**6)  # fmt: skip
+
+
+def test_the_page_has_language_models_where_runs_are_stored(tmp_path):
+    runs = [read("window", 1e-3, 0, 3.0, 3.5), read("lmm", 1e-3, 0, 2.5, 2.0), read("lmm", 2e-3, 0, 2.4, 2.2)]
+    for number, run in enumerate([*runs, read("lmm", 2e-3, 1, 2.2, 2.0)]):
+        run.write(tmp_path / "language" / f"{number}.json")
+    for number, model in enumerate(("mac", "no_momentum", "lmm")):
+        read(model, 1e-3, 0, 2.0 + number, 2.0, "ablation").write(tmp_path / "ablation" / f"{model}.json")
+    level = {"level": {"rows": 2, "length": 64}, "tokens_per_s": 1234.5}
+    speed = RunRecord("depth", "depth1", 0, 400, 1, 0.1, [level, {**level, "tokens_per_s": None}], "tokens_per_s")
+    speed.write(tmp_path / "depth" / "speed.json")
+    read("depth1", 1e-3, 0, 2.0, 2.0, "depth").write(tmp_path / "depth" / "loss.json")
+    replace(speed, experiment="throughput", model="mag", settings={"scale": "paper", "size": "340m"},
+            machine={"device": "GPU"}).write(tmp_path / "throughput" / "mag.json")  # fmt: skip
+    found = results.experiments(tmp_path)
+    assert [each.name for each in found] == ["language", "depth", "ablation", "throughput"]
+    text = results.page(found, "Opening.")
+    assert "| lmm | **2.300 ± 0.141** | **2.100 ± 0.141** | 4.600 ± 0.283 | 0.002 |" in text
+    assert "titanmem reproduce language --models lmm --data novels --rates 0.001,0.002 --seeds 0,1\n" in text
+    assert "| LMM | 4.000 | 2.000 | 8.000 | 0.001 | 27.01 / 47.83 / 92.68 |\n| no momentum | 3.000 " in text
+    assert "titanmem reproduce throughput --models mag --size 340m\n" in text
+    for each in found:
+        each.figure().savefig(tmp_path / f"{each.name}.png")
+
+
 def test_the_results_page_is_what_the_stored_runs_make():
     found = results.experiments()
     assert results.page(found, (results.STORED / "commentary.md").read_text()) == results.PAGE.read_text(), (

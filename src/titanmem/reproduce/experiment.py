@@ -149,13 +149,9 @@ class Experiment(ABC):
         total = sum(row.get("work", 0.0) for row in rows)
         if total:
             hours = total / SHEET / SHARE / 3600
-            lines.append(
-                f"{total:.2g} FLOPs, {hours:,.2g} hours of one H200 at {SHARE:.0%} of its peak; models as small as "
-                "those of --scale small are bound by the host, and take longer"
-                if self.scale != "paper"
-                else f"{total:.2g} FLOPs, {hours:,.0f} hours of one H200 at {SHARE:.0%} of its peak"
-            )
-        minutes = [record.minutes for record in self.records()] if self.out.is_dir() else []
+            slower = "" if self.scale == "paper" else "; small models wait for the host and take far longer"
+            lines.append(f"{total:.2g} FLOPs, {hours:,.2g} hours of one H200 at {SHARE:.0%} of its peak{slower}")
+        minutes = [record.minutes for record in self.records()]
         if minutes:
             lines.append(f"a stored run took {sum(minutes) / len(minutes):.1f} minutes on average")
         return "\n".join(lines)

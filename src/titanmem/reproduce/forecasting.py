@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from titanmem.bench.job import Job
@@ -36,7 +37,10 @@ class Forecasting(Experiment):
     def jobs(self) -> list[Job]:
         datasets = self.option("datasets", DATASETS[2:3], DATASETS, (*DATASETS, "ECL", "Traffic"))
         horizons = self.option("horizons", HORIZONS[:1], HORIZONS, HORIZONS)
-        shared = {**self.shared({"steps": 4, "eval_every": 4} if self.scale == "tiny" else {}), "data": self.data}
+        shared = {
+            **self.shared({"steps": 4, "eval_every": 4} if self.scale == "tiny" else {}),
+            "data": str(Path(self.data).resolve()),
+        }
         return [
             ForecastJob(model=model, seed=seed, dataset=dataset, horizon=int(horizon), **shared)
             for model, seed in self.pairs() for dataset in datasets for horizon in horizons

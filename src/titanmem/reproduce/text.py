@@ -20,6 +20,7 @@ from titanmem.bench.search import RATE, Search
 from titanmem.bench.speed import PEERS, SpeedJob
 from titanmem.config import require
 from titanmem.eval.published import PUBLISHED, beside
+from titanmem.models.sizes import SIZES
 from titanmem.recipes.language import ABLATED, COMPARED, COMPARED_FLA, DEEP, language_run
 from titanmem.reproduce.experiment import Experiment
 from titanmem.train.plots import new_figure
@@ -56,13 +57,21 @@ class TextExperiment(Experiment):
     def models(self) -> list[str]:
         return self.pick(self.request.models, self.compared, self.compared, self.compared)
 
+    @property
+    def size(self) -> str:
+        """Of the models at the paper's scale."""
+        size = str(self.request.more.get("size") or self.default_size)
+        require(size in SIZES, f"--size is one of {', '.join(SIZES)}, got {size!r}")
+        return size
+
+    @property
+    def own(self) -> dict[str, Any]:
+        """How its settings say which scale this is."""
+        return {"small": {}, "tiny": {"scale": "tiny"}}.get(self.scale, {"scale": self.scale, "size": self.size})
+
     @cached_property
     def search(self) -> Search[str]:
-        own: dict[str, Any] = {"data": Path(self.source).name}
-        if self.scale != "small":
-            own["scale"] = self.scale
-        if self.scale == "paper":
-            own["size"] = self.request.more.get("size") or self.default_size
+        own: dict[str, Any] = {"data": Path(self.source).name, **self.own}
         if self.request.more.get("test_length"):
             own["test_length"] = self.request.more["test_length"]
         shared = self.shared(own)
@@ -78,7 +87,7 @@ class TextExperiment(Experiment):
             cell=lambda record: record.model,
             loss=lambda record: record.metrics["dev_loss"],
             cells=self.models,
-            rates=self.pick(self.request.rates, RATES[1:2], RATES, (language_run("lmm", "paper").optim.lr,)),
+            rates=self.pick(self.request.rates, RATES[1:2], RATES, (SIZES[self.size].learning_rate,)),
             seeds=self.seeds((0, 1), (0,)),
         )
 
@@ -94,7 +103,7 @@ class TextExperiment(Experiment):
     def check(self) -> None:
         """Prepare the tokens once, for all."""
         super().check()
-        left = [job for job in self.jobs() if not job.done()]
+        left = [job for job in [*self.jobs(), *self.later()] if not job.done()]
         if left:
             first = left[0]
             assert isinstance(first, LanguageJob)
@@ -155,9 +164,7 @@ class Depth(TextExperiment):
         return self.pick(self.request.models, DEEP[:2], DEEP, DEEP)
 
     def alone(self) -> list[Job]:
-        own: dict[str, Any] = {"scale": self.scale}
-        if self.scale == "paper":
-            own["size"] = self.request.more.get("size") or self.default_size
+        own = {"scale": self.scale, **self.own}
         shapes = [(2, 64), (1, 128)] if self.scale == "tiny" else SHAPES
         shared = {
             **self.shared(own),
