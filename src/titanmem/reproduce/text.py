@@ -212,24 +212,23 @@ class Ablation(TextExperiment):
         return "\n".join([*lines, "", note])
 
     def figure(self, records: Sequence[RunRecord]) -> Any | None:
-        """Bars at the length of training and far beyond it, a dot for every seed."""
+        """How much worse than the LMM each is, at the length of training and far beyond it; a dot for every seed."""
         found = self.chosen(records)
         models = language.by_model(found)
         near, far = int(found[0].metrics["length"]), language.positions(found)[-1]
         drawn, axes = new_figure(2, width=5.2, height=0.9 + 0.34 * len(models))
-        names = [TITLES.get(name, name) for name in models]
+        colours = ["C1" if name in ("mac", "mag", "mal") else "C0" for name in models]
         for axis, place in zip(axes, (near, far), strict=True):
-            scores = [[language.at(run, place) for run in runs] for runs in models.values()]
-            means = [statistics.mean(values) for values in scores]
-            colours = ["C1" if name in ("mac", "mag", "mal") else "C2" if name == "lmm" else "C0" for name in models]
-            axis.barh(range(len(models)), means, color=colours, alpha=0.75)
-            for row, values in enumerate(scores):
+            losses = {name: [language.at(run, place) for run in runs] for name, runs in models.items()}
+            zero = statistics.mean(losses.get("lmm") or min(losses.values()))
+            rows = [[loss - zero for loss in values] for values in losses.values()]
+            axis.barh(range(len(rows)), [statistics.mean(values) for values in rows], color=colours, alpha=0.75)
+            for row, values in enumerate(rows):
                 axis.plot(values, [row] * len(values), ".", color="black", markersize=4)
-            room = 0.25 * (max(map(max, scores)) - min(map(min, scores))) or 0.1
-            axis.set_xlim(min(map(min, scores)) - room, max(map(max, scores)) + room)
-            axis.set_yticks(range(len(models)), names if axis is axes[0] else [])
+            axis.axvline(0, color="0.3", lw=0.8)
+            axis.set_yticks(range(len(rows)), [TITLES.get(name, name) for name in models] if axis is axes[0] else [])
             axis.invert_yaxis()
-            axis.set(xlabel="loss, nats a token", title=f"positions up to {place:,}")
+            axis.set(xlabel="loss beside the LMM's, nats a token", title=f"up to position {place:,} (LMM {zero:.3f})")
         return drawn
 
 
