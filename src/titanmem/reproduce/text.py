@@ -136,7 +136,7 @@ class TextExperiment(Experiment):
         language.draw_positions(left, found)
         for index, runs in enumerate(language.by_model(found).values()):
             right.plot(*zip(*runs[0].curve, strict=True), lw=1, color=f"C{index % 10}")
-        right.set(xlabel="step", title="training loss, nats a token")
+        right.set(xlabel="step", yscale="log", title="training loss, nats a token")
         drawn.legend(loc="outside lower center", ncols=8, frameon=False, fontsize=8)
         return drawn
 
