@@ -1,5 +1,4 @@
-"""Write docs/results.md and its pictures from the runs in benchmarks/results/{tasks,forecast,dna}. The page is never
-edited.
+"""Write docs/results.md and its pictures from the runs in the folders of benchmarks/results. The page is never edited.
 
     python benchmarks/results.py            # make results
 
@@ -17,23 +16,24 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
 from titanmem import recipes
-from titanmem.bench import gue
-from titanmem.bench.record import RunRecord, mean_and_deviation, ordered
+from titanmem.bench import gue, language
+from titanmem.bench.record import RunRecord, ordered
+from titanmem.bench.search import RATE
+from titanmem.bench.speed import PEERS
+from titanmem.bench.tasks import ORDER, TaskTable
 from titanmem.forecast import experiment
-from titanmem.train.plots import new_figure
+from titanmem.reproduce import open_experiment
 
 ROOT = Path(__file__).resolve().parents[1]
 STORED = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "results.md"
 IMAGES = PAGE.parent / "images"
 SEEN = "### Seen"
-MEANS = {"accuracy": "Right answers", "exact": "Rows whose whole answer is right"}
-Level = dict[str, Any]
 
 
 def read_commentary(text: str) -> dict[str, str]:
@@ -137,48 +137,10 @@ class Task(Experiment):
     """Rows are models, columns levels."""
 
     caption = "Accuracy by length and training loss"
-    order = recipes.MODELS
-
-    def __init__(self, name: str, runs: Sequence[RunRecord]) -> None:
-        super().__init__(name, runs)
-        found = {json.dumps(entry["level"], sort_keys=True): entry["level"] for run in runs for entry in run.levels}
-        self.levels: list[Level] = sorted(found.values(), key=lambda level: tuple(map(str_last, level.values())))
-        self.keys = list(dict.fromkeys(key for level in self.levels for key in level))
-
-    def entries(self, model: str, level: Level) -> list[dict[str, Any]]:
-        """What every seed of a model found at a level."""
-        return [entry for run in self.models[model] for entry in run.levels if entry["level"] == level]
-
-    def found(self, model: str, level: Level) -> list[float]:
-        """The score of every seed."""
-        return [entry[self.models[model][0].score] for entry in self.entries(model, level)]
-
-    def title(self, level: Level) -> str:
-        values = [level.get(key, "–") for key in self.keys]
-        return " / ".join(value if isinstance(value, str) else f"{value:,}" for value in values)
+    order = ORDER
 
     def scores(self) -> list[str]:
-        """Accuracies in per cent, the best of a column in bold."""
-        lines = [f"| {' / '.join(self.keys)} | " + " | ".join(map(self.title, self.levels)) + " |"]
-        lines.append("|---|" + "---|" * len(self.levels))
-        best = [max(statistics.mean(found) for m in self.models if (found := self.found(m, x))) for x in self.levels]
-        for model in self.models:
-            cells = []
-            for level, highest in zip(self.levels, best, strict=True):
-                found = self.found(model, level)
-                text = mean_and_deviation([100 * score for score in found], 1) if found else ""
-                bold = found and len(self.models) > 1 and statistics.mean(found) == highest
-                cells.append(f"**{text}**" if bold else text)
-            lines.append(f"| {model} | " + " | ".join(cells) + " |")
-        chances = [next(e for m in self.models for e in self.entries(m, level))["chance"] for level in self.levels]
-        lines.append("| *chance* | " + " | ".join(f"{100 * chance:.1f}" for chance in chances) + " |")
-        error = max(entry["stderr"] for run in self.runs for entry in run.levels)
-        rows = sorted({entry["rows"] for run in self.runs for entry in run.levels})
-        note = (
-            f"{MEANS[self.runs[0].score]} in per cent, {' or '.join(map(str, rows))} rows a level; ± is the deviation "
-            f"over seeds. The largest standard error of one test is {100 * error:.1f}."
-        )
-        return [*lines, "", note]
+        return TaskTable(self.runs).lines()
 
     def commands(self) -> list[str]:
         """One command for every set of settings and seeds."""
@@ -189,28 +151,7 @@ class Task(Experiment):
         return [f"python benchmarks/tasks.py {' '.join(names)} {rest}" for rest, names in groups.items()]
 
     def figure(self) -> Any:
-        """Accuracy against length, and training loss against steps (one seed)."""
-        figure, (left, right) = new_figure(2, width=5.2, height=4.4)
-        styles = ("-", "--", ":", "-.")
-        for index, (model, runs) in enumerate(self.models.items()):
-            look = {"color": f"C{index % 10}", "linestyle": styles[index // 10 % 4]}
-            found = [(level["length"], self.found(model, level)) for level in self.levels if "length" in level]
-            points = [(length, scores) for length, scores in found if scores]
-            if points:
-                lengths, means = zip(*((length, statistics.mean(scores)) for length, scores in points), strict=True)
-                bars = [statistics.stdev(scores) if len(scores) > 1 else 0 for _, scores in points]
-                left.errorbar(lengths, means, bars, marker="o", markersize=3, capsize=2, lw=1.2, label=model, **look)
-            if runs[0].curve:
-                right.plot(*zip(*runs[0].curve, strict=True), lw=1, **look)
-        chances = [entry["chance"] for run in self.runs for entry in run.levels]
-        left.axhline(min(chances), color="0.6", lw=1, label="chance")
-        ticks = sorted({level["length"] for level in self.levels if "length" in level})
-        left.set(xscale="log", ylim=(-0.02, 1.03), xlabel="length of the row", ylabel="accuracy", title=self.name)
-        left.set_xticks(ticks, [f"{length:,}" for length in ticks])
-        left.minorticks_off()
-        right.set(xlabel="step", yscale="log", title="training loss")
-        figure.legend(loc="outside lower center", ncols=7, frameon=False, fontsize=8)
-        return figure
+        return TaskTable(self.runs).figure()
 
 
 class Forecast(Experiment):
@@ -233,10 +174,11 @@ class Forecast(Experiment):
             words = other("--datasets", {level["dataset"] for level in levels}, experiment.DATASETS)
             words += other("--horizons", {level["horizon"] for level in levels}, experiment.HORIZONS)
             words += ["--label", runs[0].label] if runs[0].label else []
-            words += ["--set", *setting_words(runs[0])] if runs[0].settings else []
-            groups.setdefault(shlex.join(words), []).append(f"{runs[0].model}:{seeds_of(runs)}")
-        start = "python benchmarks/forecast.py --data FOLDER --plan"
-        return [f"{start} {' '.join(plan)} {rest}".rstrip() for rest, plan in groups.items()]
+            words += setting_words(runs[0])
+            seeds = seeds_of(runs).replace(",", "+")
+            groups.setdefault(shlex.join(words), []).append(f"{runs[0].model}:{seeds}")
+        start = "titanmem reproduce forecasting --data FOLDER --models"
+        return [f"{start} {','.join(models)} {rest}".rstrip() for rest, models in groups.items()]
 
     def figure(self) -> Any:
         return experiment.figure(self.runs)
@@ -255,21 +197,55 @@ class Dna(Experiment):
         groups: dict[str, list[str]] = {}
         for runs in self.models.values():
             words = other("--tasks", {entry["level"]["task"] for run in runs for entry in run.levels}, gue.TASKS)
-            words += other("--rates", {run.settings["optim.lr"] for run in runs}, gue.RATES)
+            words += other("--rates", {run.settings[RATE] for run in runs}, gue.RATES)
             words += other("--seeds", {run.seed for run in runs}, gue.SEEDS)
             words += ["--label", runs[0].label] if runs[0].label else []
-            words += setting_words(runs[0], ["optim.lr"])
+            words += setting_words(runs[0], [RATE])
             groups.setdefault(shlex.join(words), []).append(runs[0].model)
-        start = "python benchmarks/dna.py GUE_FOLDER --models"
+        start = "titanmem reproduce dna --data GUE_FOLDER --models"
         return [f"{start} {','.join(models)} {rest}".rstrip() for rest, models in groups.items()]
 
     def figure(self) -> Any:
         return gue.figure(gue.chosen(self.runs))
 
 
-def str_last(value: Any) -> tuple[bool, Any]:
-    """Sorts numbers before texts."""
-    return isinstance(value, str), value
+class Text(Experiment):
+    """Language models; their tables are those of `titanmem reproduce`."""
+
+    captions: ClassVar[dict[str, str]] = {
+        "language": "Held-out loss by position and training loss",
+        "depth": "Held-out loss by position and tokens per second",
+        "ablation": "Held-out loss without each part",
+        "throughput": "Tokens per second by length",
+    }
+    order = (*language.ORDER, *PEERS)
+
+    def __init__(self, name: str, runs: Sequence[RunRecord]) -> None:
+        self.every, self.caption = runs, self.captions[name]
+        self.made = open_experiment(name)
+        trained = [run for run in runs if run.score == "loss"]
+        super().__init__(name, runs if name == "throughput" else trained)
+
+    def scores(self) -> list[str]:
+        return [self.made.table(self.every)]
+
+    def commands(self) -> list[str]:
+        groups: dict[str, list[str]] = {}
+        for runs in self.models.values():
+            own = {name: runs[0].settings[name] for name in language.OWN if name in runs[0].settings}
+            own.pop("scale", None)
+            words = [word for name, value in own.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+            if self.name != "throughput":
+                words += ["--rates", ",".join(f"{rate:g}" for rate in sorted({run.settings[RATE] for run in runs}))]
+                words += ["--seeds", seeds_of(runs)]
+            words += ["--label", runs[0].label] if runs[0].label else []
+            words += setting_words(runs[0], [RATE, *language.OWN])
+            groups.setdefault(shlex.join(words), []).append(runs[0].model)
+        start = f"titanmem reproduce {self.name} --models"
+        return [f"{start} {','.join(models)} {rest}".rstrip() for rest, models in groups.items()]
+
+    def figure(self) -> Any:
+        return self.made.figure(self.every)
 
 
 def experiments(folder: Path = STORED) -> list[Experiment]:
@@ -277,7 +253,8 @@ def experiments(folder: Path = STORED) -> list[Experiment]:
     runs = RunRecord.all_in(folder / "tasks")
     names = ordered((run.experiment for run in runs), list(recipes.TASKS))
     found: list[Experiment] = [Task(name, [run for run in runs if run.experiment == name]) for name in names]
-    for name, kind in (("forecast", Forecast), ("dna", Dna)):
+    kinds: dict[str, type[Experiment]] = {**dict.fromkeys(Text.captions, Text), "forecast": Forecast, "dna": Dna}
+    for name, kind in kinds.items():
         runs = RunRecord.all_in(folder / name)
         found += [kind(name, runs)] if runs else []
     return found

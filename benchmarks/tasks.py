@@ -29,7 +29,7 @@ import torch
 from titanmem import TitansLM, recipes
 from titanmem.bench.job import device
 from titanmem.bench.pool import run_jobs
-from titanmem.bench.script import common, new_parser, numbers, run_script
+from titanmem.bench.script import numbers, run_script
 from titanmem.bench.tasks import TaskJob
 from titanmem.config import require
 from titanmem.models.cost import parameters
@@ -40,6 +40,26 @@ from titanmem.train.export import load_run
 from titanmem.train.loop import train
 from titanmem.train.metrics import FILE, read_metrics
 
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def new_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("words", nargs="*", metavar="RECIPE", help="recipes or patterns, and settings as key=value")
+    parser.add_argument("--smoke", action="store_true", help="only try whether the recipes run here")
+    parser.add_argument("--seeds", default="0", help="of every model, with commas (default: 0)")
+    parser.add_argument("--label", default="", help="a name for runs with other settings: lmm+LABEL in the tables")
+    parser.add_argument("--parallel", type=int, default=1, metavar="N", help="runs at once on this device (default: 1)")
+    parser.add_argument(
+        "--out", type=Path, default=ROOT / "benchmarks/results/tasks",
+        help="folder of JSON (default: benchmarks/results/tasks)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--runs", type=Path, default=ROOT / "out/tasks", help="folder of logs and checkpoints (default: out/tasks)"
+    )
+    parser.add_argument("--keep", action="store_true", help="keep the checkpoints of finished runs too")
+    return parser
+
 
 def named_jobs(arguments: argparse.Namespace) -> list[TaskJob]:
     """All runs that the words ask for."""
@@ -49,7 +69,9 @@ def named_jobs(arguments: argparse.Namespace) -> list[TaskJob]:
     names = [name for word in words or (["fla_*-recall"] if arguments.smoke else []) for name in matching(word)]
     require(bool(names), "name some recipes, for instance lmm-recall or '*-recall'")
     pairs = [name.split("-", 1) for name in dict.fromkeys(names)]
-    seeds, shared = numbers(arguments.seeds, "--seeds"), common(arguments, settings)
+    places = {"out": arguments.out.resolve(), "runs": arguments.runs.resolve(), "keep": arguments.keep}
+    shared = {"label": arguments.label, "settings": settings, **places}
+    seeds = numbers(arguments.seeds, "--seeds")
     return [TaskJob(model=model, task=task, seed=seed, **shared) for model, task in pairs for seed in seeds]
 
 
@@ -118,10 +140,7 @@ def pieces_apart(model: TitansLM, config: TrainConfig) -> float:
 
 
 def main() -> int:
-    parser = new_parser(__doc__, Path(__file__))
-    parser.add_argument("words", nargs="*", metavar="RECIPE", help="recipes or patterns, and settings as key=value")
-    parser.add_argument("--smoke", action="store_true", help="only try whether the recipes run here")
-    arguments = parser.parse_intermixed_args()
+    arguments = new_parser().parse_intermixed_args()
     jobs = named_jobs(arguments)
     if arguments.smoke:
         return smoke(jobs)

@@ -11,6 +11,8 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, ClassVar, Self, get_args, get_origin, get_type_hints
 
+_found: dict[type, dict[str, Any]] = {}  # by `_hints`
+
 
 @dataclass(frozen=True)
 class Config:
@@ -67,11 +69,18 @@ class KindConfig(Config):
 def parts_of(config: type[Config]) -> dict[str, type[Config]]:
     """The settings of a config that are configs themselves."""
     found = {}
-    for name, hint in get_type_hints(config).items():
+    for name, hint in _hints(config).items():
         kinds = [kind for kind in _choices(hint) if kind is not NoneType]
         if len(kinds) == 1 and isinstance(kinds[0], type) and issubclass(kinds[0], Config):
             found[name] = kinds[0]
     return found
+
+
+def _hints(kind: type) -> dict[str, Any]:
+    """The types of a class's settings, which take longer to find than all else about a config."""
+    if kind not in _found:
+        _found[kind] = get_type_hints(kind)
+    return _found[kind]
 
 
 def _choices(hint: Any) -> tuple[Any, ...]:
@@ -90,7 +99,7 @@ def check_keys(values: Mapping[str, Any], known: list[str], where: str) -> None:
 def check_types(config: object) -> None:
     """Raise where a setting declared as a number, a flag or a text is something else."""
     words = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", NoneType: "null"}
-    for name, hint in get_type_hints(type(config)).items():
+    for name, hint in _hints(type(config)).items():
         kinds = _choices(hint)
         if not set(kinds) <= set(words):
             continue

@@ -27,12 +27,6 @@ class FakeJob(Job):
     def name(self):
         return f"{self.variant}-{self.seed}"
 
-    def config(self):
-        raise NotImplementedError
-
-    def measure(self, config, found):
-        raise NotImplementedError
-
     def brief(self, record):
         return f"by process {record.metrics['process']}"
 

@@ -1,10 +1,9 @@
-"""Tasks, forecasts and DNA leave one JSON of every run; the page shows means over seeds."""
+"""Task recipes leave one JSON of every run; the page shows means over seeds."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
-import random
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -12,10 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from titanmem.bench import gue
 from titanmem.bench.record import RunRecord, thinned
 from titanmem.bench.script import run_script
-from titanmem.data.series import Series, write_series
 from titanmem.forecast.experiment import HORIZONS, PUBLISHED, cells, table_3
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -35,15 +32,15 @@ def load(name):
     return module
 
 
-tasks, forecast, dna, results = map(load, ("tasks", "forecast", "dna", "results"))
+tasks, results = map(load, ("tasks", "results"))
 
 
 @pytest.fixture
 def command(tmp_path, monkeypatch):
-    def run(*words, script=tasks):
+    def run(*words):
         places = ["--out", str(tmp_path / "json"), "--runs", str(tmp_path / "runs")]
         monkeypatch.setattr(sys, "argv", ["tasks.py", *words, *places])
-        return run_script(script.main, "tasks.py")
+        return run_script(tasks.main, "tasks.py")
 
     return run
 
@@ -100,21 +97,6 @@ def test_a_smoke_run_says_what_runs_and_what_does_not(command, capsys, tmp_path,
     assert not (tmp_path / "json").exists()
 
 
-def test_a_forecast_leaves_its_errors_on_test(command, tmp_path, capsys):
-    values = np.sin(np.arange(520)[:, None] / [2.0, 3.0]) + np.random.default_rng(0).normal(0, 0.1, (520, 2))
-    times = np.datetime64("2024-01-01", "us") + np.arange(520) * np.timedelta64(1, "h")
-    write_series(tmp_path / "data" / "ETT-small" / "ETTh1.csv", Series(["a", "b"], values, times, "date"))
-    words = ["--data", str(tmp_path / "data"), "--plan", "rlinear:1", "dlinear:0", "--datasets", "ETTh1"]
-    words += ["--horizons", "96", "--set", "data.split=[300,100,100]", "steps=20", "eval_every=10", "--label", "quick"]
-    assert command(*words, script=forecast) == 0
-    other, run = RunRecord.all_in(tmp_path / "json")
-    assert (run.experiment, run.variant, run.seed, other.model) == ("forecast", "rlinear+quick", 1, "dlinear")
-    (entry,) = run.levels
-    assert (entry["level"], entry["rows"]) == ({"dataset": "ETTh1", "horizon": 96}, 100 - 96 + 1)
-    assert f"{entry['mse']:.3f} / {entry['mae']:.3f}" in capsys.readouterr().out
-    assert command("--show", script=forecast) == 0
-
-
 def errors(model, horizon, mse, seed=0):
     entry = {"level": {"dataset": "ETTh2", "horizon": horizon}, "mse": mse, "mae": mse / 2, "rows": 9}
     return RunRecord("forecast", model, seed, 10 * horizon, 30, 0.5, [entry], "mse", machine={"device": "GPU"})
@@ -131,33 +113,6 @@ def test_means_are_over_all_horizons_and_only_whole_seeds():
     assert "| **0.200 / 0.100** |" in shown[2]
     theirs = "{:.3f} / {:.3f}".format(*PUBLISHED["Neural Memory"]["ETTh2"])
     assert f"| ETTh2 | mean | **0.300 ± 0.071 / 0.150 ± 0.035** |  | {theirs} |" in shown[6]
-
-
-def test_dna_chooses_the_rate_by_dev_and_trains_it_with_the_other_seeds(command, tmp_path, capsys):
-    draw = random.Random(0)
-    place = tmp_path / "data" / "gue" / "tf" / "0"
-    place.mkdir(parents=True)
-    for split, rows in {"train": 32, "dev": 20, "test": 20}.items():
-        lines = [f"{''.join(draw.choices('ACGT', k=24))},{number % 2}" for number in range(rows)]
-        (place / f"{split}.csv").write_text("\n".join(["sequence,label", *lines]) + "\n")
-    words = [str(tmp_path / "data"), "--tasks", "tf/0", "--models", "cnn", "--rates", "1e-3,1e-2", "--seeds", "0,1"]
-    words += ["--parallel", "2", "steps=2", "data.batch=8"]
-    assert command(*words, script=dna) == 0
-    records = RunRecord.all_in(tmp_path / "json")
-    first = {run.settings["optim.lr"]: run.metrics["dev_mcc"] for run in records if run.seed == 0}
-    (later,) = [run for run in records if run.seed == 1]
-    best = later.settings["optim.lr"]
-    assert first[best] == max(first.values())
-    assert set(first) == {1e-3, 1e-2}
-    assert [run.seed for run in gue.chosen(records)] == [0, 1]
-    assert later.levels[0]["level"] == {"task": "tf/0"}
-    assert later.levels[0]["rows"] == 20
-    assert "| tf/0 | **" in capsys.readouterr().out
-    assert command(*words, script=dna) == 0
-    assert "2 runs, 2 are there already\n1 runs, 1 are there already" in capsys.readouterr().out
-    assert command(*words, "steps=3", script=dna) == 2
-    assert command(str(tmp_path / "nowhere"), script=dna) == 2
-    assert "give the folder of GUE's tasks" in capsys.readouterr().err
 
 
 def record(model, seed, *scores):
@@ -207,12 +162,42 @@ def test_the_page_has_forecasts_and_dna_where_runs_are_stored(tmp_path):
     text = results.page(found, "Opening.\n\n## dna\n\nOn GUE.\n")
     assert "| ETTh2 | mean | **0.300 / 0.150** | 0.336 / 0.382 |" in text
     assert "| lmm | 960 to 7,200 | 30 |  | 0 | 0.5 | GPU | the recipe’s |" in text
-    assert "python benchmarks/forecast.py --data FOLDER --plan lmm:0 --datasets ETTh2\n" in text
+    assert "titanmem reproduce forecasting --data FOLDER --models lmm:0 --datasets ETTh2\n" in text
     assert "On GUE.\n\n| test MCC, % | lmm | cnn |\n|---|---|---|\n| tf/1 | 40.0 | **75.0 ± 7.1** |" in text
-    command = "python benchmarks/dna.py GUE_FOLDER --models"
+    command = "titanmem reproduce dna --data GUE_FOLDER --models"
     assert f"{command} cnn --tasks tf/1 --rates 0.0005,0.004 --seeds 0,1\n" in text
     for each in found:
         assert each.pictured
+        each.figure().savefig(tmp_path / f"{each.name}.png")
+
+
+def read(model, rate, seed, near, far, table="language"):
+    levels = [{"level": {"position": p}, "loss": x, "stderr": 0.1, "rows": 4} for p, x in ((64, near), (512, far))]
+    numbers = dict(dev_loss=near, bits_per_byte=2 * near, length=64, fresh=2.0, frozen=1.9, learning=1.8)
+    return RunRecord(table, model, seed, 400, 9, 1.0, levels, "loss", settings={"data": "novels", "optim.lr": rate},
+                     metrics=numbers, machine={"device": "GPU"}, curve=[[1, 2.0], [2, 1.0]], tokens=10**6)  # fmt: skip
+
+
+def test_the_page_has_language_models_where_runs_are_stored(tmp_path):
+    runs = [read("window", 1e-3, 0, 3.0, 3.5), read("lmm", 1e-3, 0, 2.5, 2.0), read("lmm", 2e-3, 0, 2.4, 2.2)]
+    for number, run in enumerate([*runs, read("lmm", 2e-3, 1, 2.2, 2.0)]):
+        run.write(tmp_path / "language" / f"{number}.json")
+    for number, model in enumerate(("mac", "no_momentum", "lmm")):
+        read(model, 1e-3, 0, 2.0 + number, 2.0, "ablation").write(tmp_path / "ablation" / f"{model}.json")
+    level = {"level": {"rows": 2, "length": 64}, "tokens_per_s": 1234.5}
+    speed = RunRecord("depth", "depth1", 0, 400, 1, 0.1, [level, {**level, "tokens_per_s": None}], "tokens_per_s")
+    speed.write(tmp_path / "depth" / "speed.json")
+    read("depth1", 1e-3, 0, 2.0, 2.0, "depth").write(tmp_path / "depth" / "loss.json")
+    replace(speed, experiment="throughput", model="mag", settings={"scale": "paper", "size": "340m"},
+            machine={"device": "GPU"}).write(tmp_path / "throughput" / "mag.json")  # fmt: skip
+    found = results.experiments(tmp_path)
+    assert [each.name for each in found] == ["language", "depth", "ablation", "throughput"]
+    text = results.page(found, "Opening.")
+    assert "| lmm | **2.300 ± 0.141** | **2.100 ± 0.141** | 4.600 ± 0.283 | 0.002 |" in text
+    assert "titanmem reproduce language --models lmm --data novels --rates 0.001,0.002 --seeds 0,1\n" in text
+    assert "| LMM | 4.000 | 2.000 | 8.000 | 0.001 | 27.01 / 47.83 / 92.68 |\n| no momentum | 3.000 " in text
+    assert "titanmem reproduce throughput --models mag --size 340m\n" in text
+    for each in found:
         each.figure().savefig(tmp_path / f"{each.name}.png")
 
 

@@ -12,7 +12,7 @@ import titanmem
 ROOT = Path(titanmem.__file__).parent
 ORDER = [
     "config", "state", "data", "tasks", "ops", "layers", "blocks", "models", "infer", "hf", "train", "recipes", "bench",
-    "forecast", "eval", "serve", "cli",
+    "forecast", "eval", "reproduce", "serve", "cli",
 ]  # fmt: skip
 ALONE = {
     "matplotlib": {"train", "forecast"},

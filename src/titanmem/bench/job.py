@@ -40,12 +40,14 @@ class Job(ABC):
     @abstractmethod
     def name(self) -> str: ...
 
+    @property
     @abstractmethod
-    def config(self) -> RunConfig: ...
+    def steps(self) -> int:
+        """As many as there are at most."""
 
     @abstractmethod
-    def measure(self, config: RunConfig, found: dict[str, Any]) -> dict[str, Any]:
-        """The record's levels, score and metrics of the trained run in `folder`; `found` is what `train` said."""
+    def run(self, beside: int) -> RunRecord | None:
+        """Do it beside so many on the device, and write the JSON; None if a signal stopped it."""
 
     @abstractmethod
     def brief(self, record: RunRecord) -> str:
@@ -64,20 +66,13 @@ class Job(ABC):
         return self.runs / self.name
 
     @property
-    def steps(self) -> int:
-        """As many as there are at most."""
-        return self.config().steps
-
-    @property
     def weight(self) -> float:
         """Roughly how long it takes beside others of its experiment."""
         return 1.0
 
     def step(self) -> int:
         """How far it is."""
-        if not (self.folder / FILE).exists():
-            return 0
-        return max((line["step"] for line in read_metrics(self.folder / FILE)), default=0)
+        return 0
 
     def done(self) -> bool:
         """Whether its JSON is there; one of other settings is an error."""
@@ -90,6 +85,26 @@ class Job(ABC):
             "--label, or another --out",
         )
         return True
+
+
+class TrainingJob(Job):
+    """One that trains a model first."""
+
+    @abstractmethod
+    def config(self) -> RunConfig: ...
+
+    @abstractmethod
+    def measure(self, config: RunConfig, found: dict[str, Any]) -> dict[str, Any]:
+        """The record's levels, score and metrics of the trained run in `folder`; `found` is what `train` said."""
+
+    @property
+    def steps(self) -> int:
+        return self.config().steps
+
+    def step(self) -> int:
+        if not (self.folder / FILE).exists():
+            return 0
+        return max((line["step"] for line in read_metrics(self.folder / FILE)), default=0)
 
     def run(self, beside: int) -> RunRecord | None:
         """Train, measure, and write the JSON; None if a signal stopped it."""

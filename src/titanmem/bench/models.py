@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -46,14 +46,17 @@ def bench_train(
     shapes: Sequence[tuple[int, int]],
     device: torch.device,
     repeats: int,
-    beside: bool = True,
+    beside: bool | Collection[str] = True,
 ) -> Iterator[dict[str, Any]]:
-    """Tokens per second and peak memory of models, and of the peers' models beside them, at rows × length."""
+    """Tokens per second and peak memory of models, and of the peers' models `beside` them (all, none or some), at
+    rows × length."""
     for rows, length in shapes:
         builds: dict[str, Callable[[], Work]] = {
             name: partial(training_step, config, rows, length, device) for name, config in models.items()
         }
-        builds |= peers.model_steps(rows, length, device) if beside else {}
+        for name, build in (peers.model_steps(rows, length, device) if beside else {}).items():
+            if beside is True or (beside and name in beside):
+                builds[name] = build
         for name, build in builds.items():
             record = {"name": name, "rows": rows, "length": length, **_measure(build, rows * length, device, repeats)}
             if name in models and "tokens_per_s" in record:

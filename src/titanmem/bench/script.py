@@ -1,32 +1,11 @@
-"""What the scripts that run jobs have in common: their options, and how they end."""
+"""What the commands that run jobs have in common."""
 
 from __future__ import annotations
 
 import sys
-from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-
-def new_parser(description: str | None, script: Path, seeds: str = "0") -> ArgumentParser:
-    """A parser with the common options. The folders have the script's name."""
-    root, name = script.resolve().parents[1], script.stem
-    out, runs = root / "benchmarks" / "results" / name, root / "out" / name
-    parser = ArgumentParser(description=description, formatter_class=RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", default=seeds, help=f"of every model, with commas (default: {seeds})")
-    parser.add_argument("--label", default="", help="a name for runs with other settings: lmm+LABEL in the tables")
-    parser.add_argument("--parallel", type=int, default=1, metavar="N", help="runs at once on this device (default: 1)")
-    parser.add_argument("--out", type=Path, default=out, help=f"folder of JSON (default: benchmarks/results/{name})")
-    parser.add_argument("--runs", type=Path, default=runs, help=f"folder of logs and checkpoints (default: out/{name})")
-    parser.add_argument("--keep", action="store_true", help="keep the checkpoints of finished runs too")
-    return parser
-
-
-def common(arguments: Namespace, settings: dict[str, Any]) -> dict[str, Any]:
-    """What all jobs of a command share."""
-    places = {"out": arguments.out.resolve(), "runs": arguments.runs.resolve()}
-    return {"label": arguments.label, "settings": settings, **places, "keep": arguments.keep}
 
 
 def numbers(text: str, option: str, kind: type = int) -> list[Any]:

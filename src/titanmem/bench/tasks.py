@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import json
+import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from titanmem import recipes
-from titanmem.bench.job import Job
-from titanmem.bench.record import RunRecord
+from titanmem.bench.job import TrainingJob
+from titanmem.bench.record import RunRecord, mean_and_deviation, ordered
 from titanmem.config import require
 from titanmem.tasks import TEXT_TASKS
 from titanmem.train.config import RunConfig, TrainConfig
 from titanmem.train.data import fit_to_data, make_task
 from titanmem.train.metrics import FILE, read_metrics
 
+MEANS = {"accuracy": "Right answers", "exact": "Rows whose whole answer is right"}
+ORDER = (*recipes.MODELS, *recipes.FLA_MODELS)  # of rows
+Level = dict[str, Any]
+
 
 @dataclass(frozen=True, kw_only=True)
-class TaskJob(Job):
+class TaskJob(TrainingJob):
     """A model on a task."""
 
     task: str
@@ -58,3 +65,88 @@ class TaskJob(Job):
     def brief(self, record: RunRecord) -> str:
         found = ", ".join(f"{entry['level']['length']}: {entry[record.score]:.3f}" for entry in record.levels)
         return f"{record.minutes:.1f} minutes, {record.score} by length {found}"
+
+
+class TaskTable:
+    """The runs of one task: rows are models, columns levels."""
+
+    def __init__(self, records: Sequence[RunRecord]) -> None:
+        self.models = {
+            model: sorted((run for run in records if run.variant == model), key=lambda run: run.seed)
+            for model in ordered((run.variant for run in records), ORDER)
+        }
+        self.runs = [run for runs in self.models.values() for run in runs]
+        found = {json.dumps(e["level"], sort_keys=True): e["level"] for run in self.runs for e in run.levels}
+        self.levels: list[Level] = sorted(found.values(), key=lambda level: tuple(map(str_last, level.values())))
+        self.keys = list(dict.fromkeys(key for level in self.levels for key in level))
+
+    def entries(self, model: str, level: Level) -> list[dict[str, Any]]:
+        """What every seed of a model found at a level."""
+        return [entry for run in self.models[model] for entry in run.levels if entry["level"] == level]
+
+    def found(self, model: str, level: Level) -> list[float]:
+        """The score of every seed."""
+        return [entry[self.models[model][0].score] for entry in self.entries(model, level)]
+
+    def title(self, level: Level) -> str:
+        values = [level.get(key, "–") for key in self.keys]
+        return " / ".join(value if isinstance(value, str) else f"{value:,}" for value in values)
+
+    def lines(self) -> list[str]:
+        """Markdown: scores in per cent, the best of a column in bold, and what they are."""
+        lines = [f"| {' / '.join(self.keys)} | " + " | ".join(map(self.title, self.levels)) + " |"]
+        lines.append("|---|" + "---|" * len(self.levels))
+        best = [max(statistics.mean(found) for m in self.models if (found := self.found(m, x))) for x in self.levels]
+        for model in self.models:
+            cells = []
+            for level, highest in zip(self.levels, best, strict=True):
+                found = self.found(model, level)
+                text = mean_and_deviation([100 * score for score in found], 1) if found else ""
+                bold = found and len(self.models) > 1 and statistics.mean(found) == highest
+                cells.append(f"**{text}**" if bold else text)
+            lines.append(f"| {model} | " + " | ".join(cells) + " |")
+        chances = [next(e for m in self.models for e in self.entries(m, level))["chance"] for level in self.levels]
+        lines.append("| *chance* | " + " | ".join(f"{100 * chance:.1f}" for chance in chances) + " |")
+        error = max(entry["stderr"] for run in self.runs for entry in run.levels)
+        rows = sorted({entry["rows"] for run in self.runs for entry in run.levels})
+        note = (
+            f"{MEANS[self.runs[0].score]} in per cent, {' or '.join(map(str, rows))} rows a level; ± is the deviation "
+            f"over seeds. The largest standard error of one test is {100 * error:.1f}."
+        )
+        return [*lines, "", note]
+
+    def at_length(self, runs: Sequence[RunRecord], length: int) -> list[float]:
+        """The score of every seed at a length, a mean where several levels have it."""
+        found = [[e[run.score] for e in run.levels if e["level"].get("length") == length] for run in runs]
+        return [statistics.mean(scores) for scores in found if scores]
+
+    def figure(self) -> Any:
+        """Accuracy against length, and training loss against steps (one seed)."""
+        from titanmem.train.plots import new_figure
+
+        figure, (left, right) = new_figure(2, width=5.2, height=4.4)
+        styles = ("-", "--", ":", "-.")
+        ticks = sorted({level["length"] for level in self.levels if "length" in level})
+        for index, (model, runs) in enumerate(self.models.items()):
+            look = {"color": f"C{index % 10}", "linestyle": styles[index // 10 % 4]}
+            points = [(length, scores) for length in ticks if (scores := self.at_length(runs, length))]
+            if points:
+                lengths, means = zip(*((length, statistics.mean(scores)) for length, scores in points), strict=True)
+                bars = [statistics.stdev(scores) if len(scores) > 1 else 0 for _, scores in points]
+                left.errorbar(lengths, means, bars, marker="o", markersize=3, capsize=2, lw=1.2, label=model, **look)
+            if runs[0].curve:
+                right.plot(*zip(*runs[0].curve, strict=True), lw=1, **look)
+        chances = [entry["chance"] for run in self.runs for entry in run.levels]
+        left.axhline(min(chances), color="0.6", lw=1, label="chance")
+        name = self.runs[0].experiment
+        left.set(xscale="log", ylim=(-0.02, 1.03), xlabel="length of the row", ylabel="accuracy", title=name)
+        left.set_xticks(ticks, [f"{length:,}" for length in ticks])
+        left.minorticks_off()
+        right.set(xlabel="step", yscale="log", title="training loss")
+        figure.legend(loc="outside lower center", ncols=7, frameon=False, fontsize=8)
+        return figure
+
+
+def str_last(value: Any) -> tuple[bool, Any]:
+    """Sorts numbers before texts."""
+    return isinstance(value, str), value

@@ -22,6 +22,7 @@ VERBS = {
     "forecast": "train, test and use forecasters on tables of time series",
     "report": "join evaluations into one page, beside the published numbers",
     "dna": "learn from FASTA and labelled DNA sequences, and classify them",
+    "reproduce": "an experiment of the paper: its table and its picture",
     "bench": "how fast it is, beside its peers",
     "doctor": "what this machine can run, and which form of each operation it picks",
 }

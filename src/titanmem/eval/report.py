@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from titanmem.config import require
-from titanmem.eval.published import PUBLISHED
+from titanmem.eval.published import PUBLISHED, beside
 from titanmem.eval.suites import SUITES, make_suite
 from titanmem.train.plots import write_page
 
@@ -68,9 +68,7 @@ def markdown(results: Sequence[Found]) -> str:
             parts += [f"{about(found)}", "", "| " + " | ".join(titles) + " |", "|" + "---|" * len(titles)]
             parts += ["| " + " | ".join(row) + " |" for row in rows] + [""]
         if suite in PUBLISHED:
-            title, numbers = PUBLISHED[suite]
-            parts += [f"Published, other models and data ({title}):", ""]
-            parts += [f"* {name}: {value}" for name, value in numbers.items()] + [""]
+            parts += [*beside(suite), ""]
     return "\n".join(parts)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import mean
 from typing import Any
 
-from titanmem.bench.job import Job, device
+from titanmem.bench.job import TrainingJob, device
 from titanmem.bench.record import RunRecord, mean_and_deviation, ordered
 from titanmem.models.series import LINEAR
 from titanmem.recipes.series import benchmark_run
@@ -45,7 +45,7 @@ PUBLISHED: dict[str, dict[str, tuple[float, float]]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class ForecastJob(Job):
+class ForecastJob(TrainingJob):
     """A model on a data set at a horizon."""
 
     dataset: str

@@ -13,7 +13,8 @@ from __future__ import annotations
 from titanmem.blocks import BLOCKS
 from titanmem.models.language import TitansConfig
 from titanmem.models.sizes import SIZES
-from titanmem.recipes.tasks import FLA_MODELS, MODELS, TASKS, task_names, task_recipe
+from titanmem.recipes.models import FLA_MODELS, MODELS
+from titanmem.recipes.tasks import TASKS, task_names, task_recipe
 from titanmem.train.config import DataConfig, OptimConfig, ParallelConfig, TrainConfig
 
 PAPER_SIZES = [name for name in SIZES if name != "tiny"]

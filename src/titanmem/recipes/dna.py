@@ -15,7 +15,8 @@ from titanmem.data.dna import VOCABULARY
 from titanmem.models.base import ModelConfig
 from titanmem.models.language import TitansConfig
 from titanmem.models.sequence import CnnConfig, SequenceConfig
-from titanmem.recipes.tasks import MODELS, task_model
+from titanmem.recipes.models import MODELS
+from titanmem.recipes.tasks import task_model
 from titanmem.train.config import DataConfig, OptimConfig, TrainConfig
 from titanmem.train.sequence import SequenceData, SequenceRun
 

@@ -1,56 +1,25 @@
 """Recipes for tasks: MODEL-TASK, for instance `lmm-recall` or `window-parity`. All models of a task have the same size,
-two layers of width 128; each run takes some minutes on one GPU.
-
-    lmm mac mag mal                        Titans
-    linear gated_delta delta ttt ttt_mlp   its relatives: settings of the LMM's layer
-    attention window                       Transformer++ with full attention, and with the window of MAC, MAG and MAL
-    rmt                                    recurrent memory transformer: segments of that window, 16 memory tokens
-    fla_retnet fla_gla fla_mamba fla_mamba2 fla_deltanet fla_gated_deltanet fla_samba
-                                           layers of flash-linear-attention, where it is installed; Samba alternates
-                                           Mamba and the window
-"""
+two layers of width 128 (recipes/models.py names them); each run takes some minutes on one GPU."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from titanmem.blocks.fla import FLA_LAYERS
-from titanmem.layers.neural_memory import MemoryConfig
-from titanmem.models.cost import parameters
 from titanmem.models.language import TitansConfig
-from titanmem.models.sizes import fit_mlp
+from titanmem.recipes.models import FLA_MODELS, MODELS, Frame
 from titanmem.tasks import TOKEN_TASKS, Task
 from titanmem.train.config import DataConfig, OptimConfig, TaskConfig, TrainConfig
 
-WIDTH, LAYERS, HEADS, WINDOW = 128, 2, 2, 64
-RELATIVES = {
-    "linear": "titans-linear",
-    "gated_delta": "gated-delta",
-    "delta": "delta",
-    "ttt": "ttt-linear",
-    "ttt_mlp": "ttt-mlp",
-}
-MODELS = ("lmm", "mac", "mag", "mal", *RELATIVES, "attention", "window", "rmt")
-FLA_MODELS = (*FLA_LAYERS, "fla_samba")
+FRAME = Frame(
+    dim=128, num_layers=2, num_heads=2, mlp_width=256, window=64, segment=64, num_persistent=4,
+    memory={"expansion": 2, "chunk_len": 64},
+)  # fmt: skip
 BYTES = 256  # ids of the tasks in words, whose small models read bytes
 
 
 def task_model(name: str, vocab_size: int, summary_id: int | None = None) -> TitansConfig:
     """A model of the size of all others on the task."""
-    shared: dict[str, Any] = dict(
-        vocab_size=vocab_size, summary_id=summary_id, dim=WIDTH, num_layers=LAYERS, num_heads=HEADS, num_persistent=4,
-        window_len=WINDOW, segment_len=WINDOW, memory={"expansion": 2, "chunk_len": 64},
-    )  # fmt: skip
-    target = parameters(TitansConfig(block="lmm", mlp_width=256, **shared))
-    if name in RELATIVES:
-        shared |= {"block": "lmm", "memory": MemoryConfig.preset(RELATIVES[name], WIDTH, num_heads=WIDTH // 64)}
-    elif name == "fla_samba":
-        shared |= {"block": ["fla_mamba", "attention"], "attention_window": WINDOW}
-    elif name == "window":
-        shared |= {"block": "attention", "attention_window": WINDOW}
-    else:
-        shared["block"] = name
-    return fit_mlp(TitansConfig(mlp_width=64, **shared), target, 1)
+    return FRAME.model(name, vocab_size, summary_id)
 
 
 def _levels(*pairs: tuple[int, int]) -> list[dict[str, Any]]:

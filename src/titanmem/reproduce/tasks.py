@@ -1,0 +1,177 @@
+"""Long context: the paper's Table 2 (needle) and Figure 6 (babilong), with the recipes MODEL-TASK."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from titanmem.bench.job import Job, device
+from titanmem.bench.language import LanguageJob
+from titanmem.bench.record import RunRecord
+from titanmem.bench.tasks import TaskJob, TaskTable
+from titanmem.config import require
+from titanmem.eval.published import beside
+from titanmem.eval.rows import BabilongSuite, NeedleSuite
+from titanmem.eval.subject import Subject
+from titanmem.recipes.language import COMPARED
+from titanmem.reproduce.experiment import Experiment
+from titanmem.reproduce.text import Language
+from titanmem.train.config import RunConfig, TrainConfig
+from titanmem.train.data import open_data
+
+TINY: dict[str, Any] = {
+    "model.dim": 32, "model.mlp_width": 32, "model.num_layers": 1, "model.memory.chunk_len": 16, "steps": 2,
+    "log_every": 1, "eval_every": 2, "save_every": 2, "task.test_rows": 2, "batch_tokens": 1024, "data.length": 512,
+}  # fmt: skip
+PAPER: dict[str, Any] = {  # the shape of 170m
+    "model.dim": 768, "model.mlp_width": 2048, "model.num_layers": 12, "model.num_heads": 16, "model.window_len": 2048,
+    "model.segment_len": 512, "model.num_persistent": 128, "optim.lr": 1e-4, "steps": 12_000, "batch_tokens": 2**19,
+    "data.length": 2**14,
+}  # fmt: skip
+SCALES = {"tiny": TINY, "small": {"eval_every": 2200}, "paper": PAPER}
+# BABILong's curriculum, [first step, lengths], and the lengths of the test; the paper's goes by segments of 512
+CURRICULA: dict[str, tuple[Sequence[tuple[int, Sequence[int]]], Sequence[int]]] = {
+    "tiny": ([(0, (512,))], (512, 640)),
+    "small": ([(0, (1024,)), (400, (1024, 2048))], (1024, 2048, 4096, 8192)),
+    "paper": ([(2000 * i, (512 * n,)) for i, n in enumerate((2, 3, 5, 8, 16, 32))], [2**n for n in range(11, 21)]),
+}
+QUESTIONS = (1, 2, 3, 4, 5)
+
+
+class TaskExperiment(Experiment):
+    """Models of one size on one task."""
+
+    stored = "tasks"
+
+    @property
+    def models(self) -> list[str]:
+        return self.pick(self.request.models, ("lmm", "window"), COMPARED, COMPARED)
+
+    def check(self) -> None:
+        for job in self.jobs():
+            if not job.done():
+                assert isinstance(job, TaskJob)
+                config = job.config()
+                config.micro(1)
+                open_data(config)
+
+    def table(self, records: Sequence[RunRecord]) -> str:
+        return "\n".join([*TaskTable(records).lines(), "", *beside(self.name)])
+
+    def figure(self, records: Sequence[RunRecord]) -> Any | None:
+        return TaskTable(records).figure()
+
+
+@dataclass(frozen=True, kw_only=True)
+class NeedleJob(LanguageJob):
+    """A language model of Table 1, asked by the suite `needle` as RULER asks: 500 samples a length."""
+
+    kinds: Sequence[str]
+    haystack: str | None
+
+    def measure(self, config: RunConfig, found: dict[str, Any]) -> dict[str, Any]:
+        suite = NeedleSuite(
+            kinds=self.kinds, lengths=(2048, 4096, 8192, 16_384), text=self.haystack, samples=100, score="contains"
+        )
+        measure = suite.open(Subject.open(self.folder, device()))
+        scores: dict[tuple[str, int], list[float]] = {}
+        for cell in suite.cells():
+            scores.setdefault((cell["kind"], cell["length"]), []).append(measure(cell)["score"])
+        rows = suite.samples * len(suite.depths)
+        levels = []
+        for (kind, length), each in scores.items():
+            share = statistics.mean(each)
+            error = (share * (1 - share) / (rows - 1)) ** 0.5
+            level = {"length": length, "kind": kind}
+            levels.append({"level": level, "exact": share, "stderr": error, "chance": 0.0, "rows": rows})
+        return {"levels": levels, "score": "exact"}
+
+    def brief(self, record: RunRecord) -> str:
+        found = ", ".join(f"{e['level']['kind']} {e['level']['length']:,}: {e['exact']:.3f}" for e in record.levels)
+        return f"{record.minutes:.1f} minutes, found {found}"
+
+
+class Needle(TaskExperiment):
+    name = "needle"
+
+    def jobs(self) -> list[Job]:
+        """The needles in text are hidden in --data; without it there is the one in noise."""
+        some = ("pk", "n", "w") if self.request.data else ("pk",)
+        kinds = self.option("kinds", some, some, some)
+        for kind in kinds:
+            hidden = kind != "pk" and not self.request.data
+            require(not hidden, f"needle {kind} is hidden in a text: give a folder as --data")
+        if self.scale == "paper":
+            return self.paper_jobs(kinds)
+        return [self._job(model, kind, seed) for kind in kinds for model in self.models for seed in self.seeds()]
+
+    def paper_jobs(self, kinds: Sequence[str]) -> list[Job]:
+        """The models of `titanmem reproduce language --scale paper --keep`, trained where they are missing."""
+        trained = Language(replace(self.request, data=None, out=None, runs=None, keep=True)).jobs()
+        own = {"table": self.name, "out": self.out, "kinds": tuple(kinds), "haystack": self.request.data}
+        return [NeedleJob(**{**vars(job), **own}) for job in trained]
+
+    def check(self) -> None:
+        if self.scale != "paper":
+            super().check()
+
+    def _job(self, model: str, kind: str, seed: int) -> TaskJob:
+        own: dict[str, Any] = {}
+        if self.scale == "tiny":
+            own = {**TINY, "task.stages": [[0, [{"length": 512}]]], "task.tests": [{"length": 512}, {"length": 640}]}
+        if kind != "pk":
+            own["task.settings"] = {"kind": kind, "text": self.request.data}
+        shared = self.shared(own)
+        label = "-".join(filter(None, (shared.pop("label"), "" if kind == "pk" else kind)))
+        return TaskJob(model=model, task=self.name, seed=seed, label=label, **shared)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BabilongJob(TaskJob):
+    """Trained on the training stories, tested on the others by the suite `babilong`."""
+
+    samples: int = 64
+
+    def measure(self, config: RunConfig, found: dict[str, Any]) -> dict[str, Any]:
+        assert isinstance(config, TrainConfig)
+        assert config.task is not None
+        tests, given = config.task.tests, config.task.settings
+        tasks, lengths = (sorted({level[key] for level in tests}) for key in ("qa", "length"))
+        suite = BabilongSuite(
+            facts=given["facts"], text=given["text"], tasks=tasks, lengths=lengths, shots=0, samples=self.samples
+        )
+        measure = suite.open(Subject.open(self.folder, device()))
+        levels = []
+        for cell in suite.cells():
+            score = measure(cell)
+            numbers = {
+                "exact": score["score"],
+                "stderr": score["stderr"],
+                "chance": score["chance"],
+                "rows": score["n"],
+            }
+            levels.append({"level": {"length": cell["length"], "qa": cell["qa"]}, **numbers})
+        return {"levels": levels, "score": "exact", "metrics": {"held_out": found["held_out"]}, "tokens": config.tokens}
+
+
+class Babilong(TaskExperiment):
+    name = "babilong"
+    needs = "a folder of .txt files as noise; and --facts, the folder of bAbI v1.2 such as tasks_1-20_v1-2/en-10k"
+
+    def jobs(self) -> list[Job]:
+        facts = self.request.more.get("facts")
+        require(bool(facts), f"babilong needs {self.needs}")
+        there = [qa for qa in QUESTIONS if any(Path(str(facts)).rglob(f"qa{qa}_*_train.txt"))]
+        require(bool(there), f"{facts} holds no qa1_*_train.txt … qa5_*_train.txt; give the folder of bAbI v1.2")
+        own = {**SCALES[self.scale], "task.settings": {"facts": facts, "text": self.data, "split": "train"}}
+        stages, lengths = CURRICULA[self.scale]
+        own["task.stages"] = [
+            [first, [{"length": n, "qa": qa} for n in some for qa in there]] for first, some in stages
+        ]
+        own["task.tests"] = [{"length": length, "qa": qa} for length in lengths for qa in there]
+        samples = {"tiny": 2, "small": 64, "paper": 100}[self.scale]
+        shared = {**self.shared(own), "task": self.name, "samples": samples}
+        return [BabilongJob(model=model, seed=seed, **shared) for model in self.models for seed in self.seeds()]
