@@ -8,6 +8,7 @@ run write a checkpoint, and the same command goes on.
 
 from __future__ import annotations
 
+import io
 import multiprocessing
 import os
 import signal
@@ -137,7 +138,6 @@ def work(pipe: Connection, beside: int) -> None:
         except Exception as error:
             traceback.print_exc()
             word, text = FAILED, f"{type(error).__name__}: {error}"
-        sys.stdout.flush()
         with suppress(BrokenPipeError):
             pipe.send((word, text))
 
@@ -145,6 +145,8 @@ def work(pipe: Connection, beside: int) -> None:
 def say_into(log: Path) -> None:
     """All that this process says from now on goes there."""
     log.parent.mkdir(parents=True, exist_ok=True)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)  # in order with what goes to stderr, and at once
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for number in (1, 2):
         os.dup2(file, number)
