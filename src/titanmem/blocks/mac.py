@@ -8,7 +8,7 @@
     row x₂      ■ ■ ■ | ■  ■  ·  ·  | ■  ■  ·  ·          h_j and x_j share a position, P has none
 
 With y alone, as the paper writes it (`inner_residual=False`), the memory sees a token only through what attention makes
-of it, and learns to use it many times later; in the product, x would turn the signs of what the memory says.
+of it, and learnt little recall across segments (docs/log.md); in the product, x would turn the signs of what it says.
 
 The second form reads a fixed number of memory tokens per segment with learned queries instead of one per token.
 """

@@ -7,6 +7,7 @@ import hashlib
 import os
 import re
 import sysconfig
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,15 +28,15 @@ class Document(NamedTuple):
     text: str
 
 
-class Source:
+class Source(ABC):
     """Documents in parts: units of parallel work, always in the same order. Sources can be pickled."""
 
     parts: list[str]
     sizes: list[int | None]  # bytes of every part, where they are known
 
+    @abstractmethod
     def documents(self, part: str) -> Iterator[Document]:
         """The documents of one part, in order."""
-        raise NotImplementedError
 
 
 def open_source(spec: str) -> Source:

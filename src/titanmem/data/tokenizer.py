@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ END_NAMES = [END, "</s>", "<|end_of_text|>", "<eos>", "<|eos|>", "<｜end▁of�
 BROKEN = "\ufffd"  # what a decoder writes for bytes that are no character, or not yet
 
 
-class Tokenizer:
+class Tokenizer(ABC):
     """What all tokenizers share. `encode` never returns `end`: it marks the end of a document and nothing else."""
 
     kind: str
@@ -33,22 +34,22 @@ class Tokenizer:
         """The ids of a text, without start or end marks."""
         return self.encode_batch([text])[0]
 
+    @abstractmethod
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """The ids of several texts."""
-        raise NotImplementedError
 
     def encode_arrays(self, texts: Sequence[str]) -> list[np.ndarray]:
         """The same as integer arrays, for writing many."""
         return [np.asarray(ids, dtype=np.int64) for ids in self.encode_batch(texts)]
 
+    @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids; `end`, other control ids and those beyond vocab_size give none, incomplete characters give
         U+FFFD."""
-        raise NotImplementedError
 
+    @abstractmethod
     def save(self, folder: str | Path) -> None:
         """Write a folder for `load_tokenizer`."""
-        raise NotImplementedError
 
 
 class ByteTokenizer(Tokenizer):
