@@ -10,14 +10,14 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from small import byte_engine, byte_model, same
-from support import assert_close, assert_same_state, small_model
+from support import Blind, assert_close, assert_same_state, small_model
 from titanmem import TitansLM, backend
 from titanmem.data.tokenizer import ByteTokenizer
+from titanmem.graphs import Again, Graph
 from titanmem.infer import Engine
-from titanmem.infer.graphs import Again, Graph, Pieces, Seat, Slots
+from titanmem.infer.graphs import Pieces, Seat, Slots
 from titanmem.infer.session import Session
 from titanmem.ops.backend import machine
 from titanmem.state import ModelState
@@ -26,24 +26,6 @@ GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
 RTOL = 1e-9  # float64
 CASES = ["mac", "mac-fixed", "mag", "mal", "lmm", "attention-window", "summary", "mac-lmm"]
-ASKING = {"aten::_local_scalar_dense", "aten::equal", "aten::nonzero", "aten::masked_select", "aten::_unique2"}
-
-
-class NoValues(TorchDispatchMode):
-    """The host must not look at values."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func._schema.name
-        assert name not in ASKING, f"{name} waits for the GPU"
-        return func(*args, **(kwargs or {}))
-
-
-class Blind(Again):
-    """A step as a graph would do it."""
-
-    def __call__(self):
-        with NoValues():
-            return super().__call__()
 
 
 def make(case: str, **changes: int) -> TitansLM:

@@ -10,33 +10,43 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from titanmem.bench import peers
-from titanmem.bench.timing import Work, interleaved, peak_gib
+from titanmem.bench.timing import Work, interleaved
+from titanmem.graphs import Again, Graph
 from titanmem.infer.graphs import Pieces, Slots
 from titanmem.models.cost import flops_per_token, parameters
 from titanmem.models.language import TitansConfig, TitansLM
 from titanmem.state import ModelState
 from titanmem.train.config import OptimConfig
+from titanmem.train.graphs import StepGraphs
 from titanmem.train.optim import make_optimizer
 from titanmem.train.parallel import peak_flops
 
 
 def training_step(config: TitansConfig, rows: int, length: int, device: torch.device) -> Work:
-    """Forward, backward and optimiser on random tokens; on a GPU in bf16, compiled block by block."""
+    """Forward, backward and optimiser on random tokens; on a GPU in bf16, compiled block by block, as a CUDA graph."""
     model = TitansLM(config).to(device)
     if device.type == "cuda":
         for block in model.blocks:
             block.compile()
     optimizer = make_optimizer(model, OptimConfig())
     ids = torch.randint(0, config.vocab_size, (rows, length), device=device)
+    batch = {"ids": ids, "labels": ids.roll(-1, 1)}
+
+    def learn(inputs: dict[str, Tensor], scale: Tensor) -> Tensor:
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+            loss, _ = model(**inputs)
+        (loss * scale).backward()
+        return loss.detach()
+
+    graphs = StepGraphs(learn, model.parameters(), capture=Graph if device.type == "cuda" else Again)
 
     def step() -> None:
-        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-            loss, _ = model(ids, labels=ids.roll(-1, 1))
-        (loss / ids.numel()).backward()
+        graphs(batch, 1 / ids.numel())
         optimizer.step()
-        optimizer.zero_grad()
+        graphs.clear()
 
     return step
 
@@ -70,9 +80,11 @@ def bench_train(
 
 def _measure(build: Callable[[], Work], tokens: int, device: torch.device, repeats: int) -> dict[str, Any]:
     try:
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
         work = build()
         timing = interleaved({"": work}, device, repeats)[""]
-        peak = peak_gib(work, device, whole=True)
+        peak = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else None
     except torch.OutOfMemoryError:
         return {"note": "does not fit into the memory"}
     return {"step_ms": asdict(timing), "tokens_per_s": tokens / timing.median * 1e3, "peak_gib": peak}

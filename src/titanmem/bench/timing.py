@@ -85,13 +85,13 @@ def captured(work: Work) -> Work:
     return graph.replay
 
 
-def peak_gib(work: Work, device: torch.device, whole: bool = False) -> float | None:
-    """Peak memory of one run, beyond what is held already or with it; None on a CPU, which does not say."""
+def peak_gib(work: Work, device: torch.device) -> float | None:
+    """Peak memory of one run, beyond what is held already; None on a CPU, which does not say."""
     if device.type != "cuda":
         return None
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
-    before = 0 if whole else torch.cuda.memory_allocated()
+    before = torch.cuda.memory_allocated()
     work()
     torch.cuda.synchronize()
     return (torch.cuda.max_memory_allocated() - before) / 2**30

@@ -24,6 +24,7 @@ from torch.nn.functional import linear, pad
 
 from titanmem.blocks.base import Block, BlockConfig, Combine, Context, MemoryPart
 from titanmem.config import require
+from titanmem.graphs import unseen
 from titanmem.layers.contain import contain
 from titanmem.layers.neural_memory import Probe
 from titanmem.layers.norm import RMSNorm
@@ -172,7 +173,7 @@ class MACBlock(Block):
 
     def _has_memory_tokens(self, segment: SegmentState) -> bool:
         """Whether the fixed memory tokens of every row's segment were read by an earlier call."""
-        if self.queries is None or segment.owned or torch.compiler.is_compiling():
+        if self.queries is None or segment.owned or unseen():
             return False
         return bool((segment.offset > 0).all())
 
@@ -253,7 +254,7 @@ class MACBlock(Block):
         if state.segment is None or state.segment.owned:
             return state
         full = state.segment.offset >= self.config.segment_len
-        if not torch.compiler.is_compiling():
+        if not unseen():
             if not bool(full.any()):
                 return state
             if bool(full.all()):

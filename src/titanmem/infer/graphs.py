@@ -18,54 +18,20 @@ Where there is no GPU the same steps run without a graph. A text that is read in
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from titanmem.blocks.mac import MACState, SegmentState
+from titanmem.graphs import Again, Graph, new_pool
 from titanmem.infer.past import Place, alone
 from titanmem.models.language import TitansLM
 from titanmem.state import FastWeights, ModelState, PendingWrites, State, parts
 
-Work = Callable[[], Any]
 BORDERS = ("settle", "open")
-
-
-class Graph:
-    """Work on fixed buffers as a CUDA graph. `warm` is the same on others: what is done on first use happens there."""
-
-    def __init__(self, warm: Work, work: Work, pool: Any) -> None:
-        here, side = torch.cuda.current_stream(), torch.cuda.Stream()
-        side.wait_stream(here)
-        with torch.cuda.stream(side):
-            warm()
-            warm()
-        here.wait_stream(side)
-        self._graph = torch.cuda.CUDAGraph()
-        try:
-            with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
-                self._out = work()
-        finally:
-            torch.cuda.set_stream(here)  # a capture that fails leaves its own
-
-    def __call__(self) -> Any:
-        """Do it again. What it returns is overwritten by the next graph."""
-        self._graph.replay()
-        return self._out
-
-
-class Again:
-    """The same without a graph."""
-
-    def __init__(self, warm: Work, work: Work, pool: Any) -> None:
-        self._work = work
-
-    def __call__(self) -> Any:
-        return self._work()
 
 
 class Seat:
@@ -92,7 +58,7 @@ class Slots:
         self.model, self.learn = model, learn
         self.device = next(model.parameters()).device
         self._capture = capture or (Graph if self.device.type == "cuda" else Again)
-        self._pool = self._new_pool()
+        self._pool = new_pool(self._capture)
         self._blank = self._first()
         self._borders_at = self._find_borders()
         self._trial()
@@ -199,15 +165,11 @@ class Slots:
             into[:count].copy_(x)
         self._steps.clear()
         self._borders.clear()
-        self._pool = self._new_pool()
+        self._pool = new_pool(self._capture)
         self.state, self.ids = state, self._zeros(rows, 1)
         for counts in (*self._at.values(), self._turn):
             counts += [0] * (rows - count)
         self._sitting += [None] * (rows - count)
-
-    def _new_pool(self) -> Any:
-        """Memory that all graphs share, one after the other; it ends with them."""
-        return torch.cuda.graph_pool_handle() if self._capture is Graph else None
 
     def _first(self) -> ModelState:
         """The state before the first token with everything spelled out that later ones have."""
@@ -323,12 +285,11 @@ class Pieces:
         self._fits = _form(state)
         self._state, self._ids = state.clone(), torch.zeros_like(ids)
         spare = state.clone()
-        pool = torch.cuda.graph_pool_handle() if self._capture is Graph else None
         with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
             self._graph = self._capture(
                 lambda: self._fill(spare, self._read(ids, spare)),
                 lambda: self._fill(self._state, self._read(self._ids, self._state)),
-                pool,
+                new_pool(self._capture),
             )
 
     def _fill(self, into: ModelState, state: ModelState) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from titanmem.blocks import Block, BlockConfig, known_blocks, make_block
 from titanmem.blocks.base import Context, reset_projections
 from titanmem.config import check_counts, check_keys, check_types, require
+from titanmem.graphs import unseen
 from titanmem.layers.neural_memory import MemoryConfig, Probe
 from titanmem.layers.norm import RMSNorm
 from titanmem.models import generation
@@ -338,7 +339,7 @@ class TitansLM(Model):
             raise ValueError(f"ids must be an int64 tensor [batch, tokens], got {ids.dtype} {list(ids.shape)}")
         if ids.shape[0] == 0:
             raise ValueError("ids has a batch of 0 rows, expected at least 1")
-        if not torch.compiler.is_compiling() and ids.numel() and not ids.is_cuda:
+        if not unseen() and ids.numel() and not ids.is_cuda:
             low, high = int(ids.min()), int(ids.max())
             if low < 0 or high >= self.config.vocab_size:
                 raise ValueError(
@@ -356,12 +357,7 @@ class TitansLM(Model):
                 f"documents must be integers of the shape of ids {list(ids.shape)}, got {documents.dtype} "
                 f"{list(documents.shape)}"
             )
-        if (
-            documents is not None
-            and not torch.compiler.is_compiling()
-            and documents.numel()
-            and int(documents.min()) < 0
-        ):
+        if documents is not None and not unseen() and documents.numel() and int(documents.min()) < 0:
             raise ValueError(f"document ids must not be negative, got {int(documents.min())}; number them from 0")
         self._check_state(state, ids.shape[0])
 

@@ -56,6 +56,7 @@ class ParallelConfig(Config):
     precision: str = "auto"  # bf16 products with float32 weights and memory, or fp32; auto: bf16 on a GPU
     recompute: bool = False  # activation checkpointing, block by block
     compile: bool = False  # torch.compile, block by block
+    graphs: bool = True  # CUDA graphs of forward and backward, on one GPU and for batches that are all of one form
 
     def __post_init__(self) -> None:
         check_types(self)

@@ -25,6 +25,7 @@ from titanmem.state import ModelState
 from titanmem.tasks.base import generator_of
 from titanmem.train.checkpoint import Checkpoints, read_manifest, step_of
 from titanmem.train.config import RunConfig
+from titanmem.train.graphs import StepGraphs
 from titanmem.train.metrics import FILE as METRICS
 from titanmem.train.metrics import SAMPLES, Meter, Metrics, check_trackers
 from titanmem.train.optim import make_optimizer, rate_at
@@ -89,6 +90,9 @@ class Run:
         self.held_open.callback(self.metrics.close)
         if self.source.warning is not None:
             self.metrics.say(self.source.warning)
+        self.graphs: StepGraphs | None = None
+        if self.spread.graphs and not (self.source.carries or self.source.varies):
+            self.graphs = StepGraphs(self.spread.learn, self.spread.module.parameters(), self.metrics.say)
 
     def restore(self, from_step: int | None) -> None:
         """Go on from a checkpoint, if there is one."""
@@ -149,10 +153,14 @@ class Run:
         if self.source.carries and not self.lanes:
             self.lanes = [None] * len(parts)
         total = torch.zeros((), dtype=torch.float64, device=self.ranks.device)
+        scale = self.ranks.world / count  # ranks are averaged, predictions counted over all
         for index, part in enumerate(parts):
+            if self.graphs is not None:
+                total += self.graphs(part, scale)
+                continue
             with self.spread.backward(sync=index + 1 == len(parts)):
                 loss = self.forward(part, index)
-                (loss * (self.ranks.world / count)).backward()  # ranks are averaged, predictions counted over all
+                (loss * scale).backward()
             total += loss.detach()
         norm = self.spread.clip(self.config.optim.clip)
         mean = self.ranks.total(total.item())[0] / count
@@ -163,7 +171,7 @@ class Run:
             self.optimizer.step()
         else:
             self.skip(batch, mean, norm)
-        self.optimizer.zero_grad()
+        self.optimizer.zero_grad() if self.graphs is None else self.graphs.clear()
         return mean, norm
 
     def forward(self, part: Batch, index: int) -> Tensor:

@@ -36,6 +36,8 @@ class Ranks:
 
     def total(self, *values: float) -> list[float]:
         """Sums over all ranks, in float64."""
+        if self.world == 1:
+            return list(values)
         held = torch.tensor(values, dtype=torch.float64, device=self.device)
         dist.all_reduce(held)
         return held.tolist()
@@ -93,7 +95,9 @@ class Spread:
                 block.forward = partial(checkpoint, block.forward, use_reentrant=False)
             if config.compile:
                 block.compile()
-        self.model: Any = self._shard() if self.sharded else self._replicate()
+        alone = ranks.world == 1 and not self.sharded
+        self.graphs = config.graphs and alone and ranks.device.type == "cuda" and not config.recompute
+        self.model: Any = model if alone else self._shard() if self.sharded else self._replicate()
 
     def _shard(self) -> Any:
         from torch.distributed.device_mesh import init_device_mesh
@@ -122,8 +126,15 @@ class Spread:
         """Around a micro-batch: gradients are summed over ranks only at the last one."""
         if self.sharded:
             self.model.set_requires_gradient_sync(sync)
-        with contextlib.nullcontext() if sync or self.sharded else self.model.no_sync():
+        replicated = isinstance(self.model, nn.parallel.DistributedDataParallel)
+        with self.model.no_sync() if replicated and not sync else contextlib.nullcontext():
             yield
+
+    def learn(self, inputs: dict[str, Tensor], scale: Tensor) -> Tensor:
+        """The summed loss of a micro-batch on one rank; `scale` times its gradient is added to the parameters'."""
+        loss: Tensor = self.forward(**inputs)[0]
+        (loss * scale).backward()
+        return loss.detach()
 
     def clip(self, limit: float) -> float:
         """Scale the gradients to a norm of at most `limit`; returns the norm before."""

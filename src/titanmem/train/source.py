@@ -30,6 +30,7 @@ class Source(ABC):
 
     warning: str | None = None  # what is said before the first step
     carries = False  # the model's states go on from step to step, row by row
+    varies = False  # what is computed depends on the rows' values, not on their shape alone
 
     @abstractmethod
     def batches(self, step: int, ranks: Ranks) -> Iterator[Batch]:
@@ -73,7 +74,7 @@ class TextSource(TokenSource):
 
     def __init__(self, config: TrainConfig) -> None:
         super().__init__(config)
-        self.carries = config.data.carry
+        self.carries, self.varies = config.data.carry, config.data.reset  # documents begin anywhere
         self.shards = TokenShards(config.data.path, "train")
         some = Index.load(Path(config.data.path)).splits.get("held")
         self.held = TokenShards(config.data.path, "held") if some else None

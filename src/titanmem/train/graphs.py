@@ -1,0 +1,97 @@
+"""Forward and backward of a micro-batch as a CUDA graph.
+
+A small model, or MAC with its many small products, waits for the host that launches it. So a shape of inputs that comes
+a second time is captured, and from then on its values are copied into the graph's buffers and the graph is replayed.
+Gradients are added to tensors that stay where they are; the optimiser runs as always.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from titanmem.graphs import Again, Graph, new_pool
+
+MOST = 16  # shapes that are captured; others are launched
+Inputs = dict[str, Tensor]
+Learn = Callable[[Inputs, Tensor], Tensor]  # inputs, scale → the detached loss; scale × its gradient is added
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A graph and what it reads."""
+
+    graph: Graph | Again
+    inputs: Inputs
+    scale: Tensor
+
+
+class StepGraphs:
+    """`learn` by graphs. `say` is told once if it cannot be captured; it is then called as it is."""
+
+    def __init__(
+        self,
+        learn: Learn,
+        parameters: Iterable[Tensor],
+        say: Callable[[str], None] = print,
+        capture: type[Graph] | type[Again] = Graph,
+    ) -> None:
+        self._learn, self._parameters, self._say, self._capture = learn, list(parameters), say, capture
+        self._pool = new_pool(capture)
+        self._seen: set[Any] = set()
+        self._captured: dict[Any, Captured] = {}
+        self._off = False
+
+    def __call__(self, inputs: Inputs, scale: float) -> Tensor:
+        """The loss of a micro-batch, until the next call; `scale` × its gradient is added to the parameters'."""
+        form = tuple((name, x.shape, x.dtype) for name, x in sorted(inputs.items()))
+        if form not in self._captured and form in self._seen and not self._off and len(self._captured) < MOST:
+            self._try(form, inputs)
+        self._seen.add(form)
+        if form not in self._captured:
+            device = self._parameters[0].device
+            here = {name: x.to(device) for name, x in inputs.items()}
+            return self._learn(here, torch.full((), scale, device=device))
+        held = self._captured[form]
+        for name, x in inputs.items():
+            held.inputs[name].copy_(x)
+        held.scale.fill_(scale)
+        loss: Tensor = held.graph()
+        return loss
+
+    def clear(self) -> None:
+        """Gradients of zero, where graphs will look for them."""
+        if self._captured:
+            torch._foreach_zero_([p.grad for p in self._parameters if p.grad is not None])
+            return
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    @property
+    def captured(self) -> int:
+        """How many shapes have a graph."""
+        return len(self._captured)
+
+    def _try(self, form: Any, inputs: Inputs) -> None:
+        """Capture a shape. Its warm-up adds gradients, which are taken away again."""
+        before = [None if p.grad is None else p.grad.clone() for p in self._parameters]
+        device = self._parameters[0].device
+        own = {name: x.to(device, copy=True) for name, x in inputs.items()}
+        scale = torch.ones((), device=device)
+
+        def work() -> Tensor:
+            return self._learn(own, scale)
+
+        try:
+            self._captured[form] = Captured(self._capture(work, work, self._pool), own, scale)
+        except RuntimeError as error:
+            self._off = True
+            why = str(error).strip().split("\n")[0]
+            self._say(f"steps are launched kernel by kernel; they cannot be captured as a CUDA graph: {why}")
+        for parameter, held in zip(self._parameters, before, strict=True):
+            if parameter.grad is not None:
+                parameter.grad.zero_() if held is None else parameter.grad.copy_(held)
