@@ -44,7 +44,8 @@ def test_mac_attends_to_what_the_memory_says_and_then_writes(inner_residual):
     state = block.start(2)
     memory, tail, outputs = state.memory, state.read, []
     for segment in x.split(SEGMENT, 1):
-        h, tail = block._recall(segment, memory.weight, tail, Context().layout)
+        r, tail = block._read_queries(segment, tail, Context().layout)
+        h = block._recall(r, memory.weight)
         q, k, v = (split_heads(part, block) for part in block.window.qkv(segment).chunk(3, -1))
         _, memory_k, memory_v = (split_heads(part, block) for part in block.window.qkv(h).chunk(3, -1))
         _, p_k, p_v = (split_heads(part, block) for part in block.window.qkv(block.prefix().unsqueeze(0)).chunk(3, -1))
@@ -80,4 +81,6 @@ def test_mac_compiles_one_segment_whatever_the_length():
         block.compile(backend=count)
     model(ids)[0].square().mean().backward()
     assert_close([p.grad for p in model.parameters()], eager, 1e-3)
-    assert len(graphs) == 4  # the norm, the first segment, the later ones, the end of the block: for both layers
+    # for both layers: the norm of tokens and of the prefix, what needs no memory, the first segment, the later ones, the
+    # combination, the end of the block
+    assert len(graphs) == 7

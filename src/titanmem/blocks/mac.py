@@ -28,12 +28,13 @@ from titanmem.graphs import unseen
 from titanmem.layers.contain import contain
 from titanmem.layers.neural_memory import Probe
 from titanmem.layers.norm import RMSNorm
-from titanmem.layers.rotary import Rotary
+from titanmem.layers.rotary import Rotary, turn
 from titanmem.layers.window_attention import WindowAttention
 from titanmem.ops.attention import Prefix, attend
 from titanmem.ops.layout import Layout
 from titanmem.ops.memory import memory_read
-from titanmem.ops.segments import Piece, cut_segments, join_pieces
+from titanmem.ops.memory.plan import token_positions
+from titanmem.ops.segments import Piece, cut_segments, join_pieces, split_pieces
 from titanmem.ops.streams import conv_streams, unit_rows
 from titanmem.state import ConvState, MemoryState, State
 
@@ -73,6 +74,26 @@ class MACState(State):
         return replace(full, segment=replace(blank, weight=self.memory.weight))
 
 
+@dataclass(frozen=True)
+class Tokens:
+    """What is known of tokens before the memory is asked, [B, T, …] each."""
+
+    x: Tensor  # 0 where a token is not finite
+    finite: Tensor  # [B, T, 1]
+    position: Tensor  # [B or 1, T] in the segment
+    turns: Tensor  # that rotate keys of this position
+    plain_q: Tensor
+    q: Tensor  # rotated
+    k: Tensor  # rotated
+    v: Tensor
+    r: Tensor | None  # what the memory is asked
+
+    def cut(self, pieces: list[Piece]) -> list[Tokens]:
+        """The tokens of every piece."""
+        parts = [[None] * len(pieces) if x is None else split_pieces(pieces, x) for x in vars(self).values()]
+        return [Tokens(*part) for part in zip(*parts, strict=True)]
+
+
 class MACBlock(Block):
     """o = y ⊗ M(x + y) with y = Attn([P | M*(x) | x]), segment by segment."""
 
@@ -102,9 +123,10 @@ class MACBlock(Block):
 
     def compile(self, *arguments: Any, **options: Any) -> None:
         """Segment by segment: one small graph whatever the length, where the whole block would hold every segment."""
-        for name in ("_segment", "close"):
+        for name in ("_project", "_segment", "close"):
             setattr(self, name, torch.compile(getattr(self, name), *arguments, **options))
-        self.norm.compile(*arguments, **options)
+        for part in (self.norm, self.combine):
+            part.compile(*arguments, **options)
 
     def start(self, batch: int) -> MACState:
         tail = None
@@ -114,22 +136,25 @@ class MACBlock(Block):
         return MACState(self.memory.start(batch, None), tail)
 
     def mix(self, x: Tensor, state: MACState, context: Context) -> tuple[Tensor, State, Probe | None]:
-        outputs, probes = [], []
+        count = x.shape[1]
         fresh = self.start(x.shape[0]) if context.layout.starts is not None else None
         pieces = self._pieces(x, state, context.layout)
-        for piece in pieces:
+        tokens, tail = self._project(x, state, context.layout, fresh)
+        prefix = self.window.prefix(self.prefix())
+        short, long, probes = [], [], []
+        for piece, part in zip(pieces, tokens.cut(pieces), strict=True):
             if piece.reset is not None and fresh is not None:
                 state = fresh.where(piece.reset, state)
-            inner = replace(context, layout=Layout(piece.lengths))
-            y, state, probe = self._segment(piece.take(x), state, inner)
-            outputs.append(y)
+            y, said, state, probe = self._segment(part, state, prefix, replace(context, layout=Layout(piece.lengths)))
+            short.append(y)
+            long.append(said)
             probes.append(probe)
-        probe = None
+        seen = None
         if context.probe:
-            seen = [p for p in probes if p is not None]
-            parts = zip(*(vars(p).values() for p in seen), strict=True)
-            probe = Probe(*(join_pieces(pieces, list(xs), x.shape[1]) for xs in parts))
-        return join_pieces(pieces, outputs, x.shape[1]), state, probe
+            parts = zip(*(vars(p).values() for p in probes if p is not None), strict=True)
+            seen = Probe(*(join_pieces(pieces, list(xs), count) for xs in parts))
+        out = self.combine(join_pieces(pieces, short, count), join_pieces(pieces, long, count))
+        return out, replace(state, read=tail), seen
 
     def _pieces(self, x: Tensor, state: MACState, layout: Layout) -> list[Piece]:
         """Cut a call at segment borders."""
@@ -138,38 +163,58 @@ class MACBlock(Block):
         offset = None if state.segment is None else state.segment.offset
         return cut_segments(offset, x.shape[0], x.shape[1], self.config.segment_len, layout)
 
-    def _segment(self, x: Tensor, state: MACState, context: Context) -> tuple[Tensor, MACState, Probe | None]:
-        """Tokens x [B, n, dim] that lie in one segment of every row."""
+    def _project(
+        self, x: Tensor, state: MACState, layout: Layout, fresh: MACState | None
+    ) -> tuple[Tokens, ConvState | None]:
+        """Everything that needs no memory, for all segments at once; and the new tail of the read queries."""
         x, finite = contain(x)
-        segment = state.segment
-        weight = state.memory.weight if segment is None else segment.weight
-        batch, tokens = x.shape[:2]
-        steps = torch.arange(tokens, device=x.device).unsqueeze(0)
-        position = steps if segment is None else segment.offset.unsqueeze(1) + steps
-
-        plain_q, k, v = self.window.project(x)
+        position = self._positions(x, state, layout)
+        q, k, v = self.window.project(x)
         rotate = Rotary(position, k.shape[-1], self.config.rope_base, k.dtype)
-        q, k = rotate(plain_q), rotate(k)
-        tail = state.read
+        r, tail = self._read_queries(x, state.read, layout, None if fresh is None else fresh.read)
+        return Tokens(x, finite, position, rotate.turns, q, rotate(q), rotate(k), v, r), tail
+
+    def _positions(self, x: Tensor, state: MACState, layout: Layout) -> Tensor:
+        """Where tokens stand in their segments, [B or 1, T]."""
+        length, segment = self.config.segment_len, state.segment
+        if segment is None and layout.starts is None:
+            return (torch.arange(x.shape[1], device=x.device) % length).unsqueeze(0)
+        offset = torch.zeros(len(x), dtype=torch.int64, device=x.device) if segment is None else segment.offset
+        return token_positions(offset, x.shape[1], layout.starts) % length
+
+    def _read_queries(
+        self, x: Tensor, tail: ConvState | None, layout: Layout, fresh: ConvState | None = None
+    ) -> tuple[Tensor | None, ConvState | None]:
+        """What the memory is asked by every token, [B, T, H, D]; none where the queries are learned."""
+        if self.read is None:
+            return None, tail
+        c = self.config.memory
+        (r,), tail = conv_streams(
+            self.read(x), self.read_conv, tail, layout, fresh, heads=c.num_heads, width=c.width, normed=1
+        )
+        return r, tail
+
+    def _segment(
+        self, tokens: Tokens, state: MACState, prefix: Prefix | None, context: Context
+    ) -> tuple[Tensor, Tensor, MACState, Probe | None]:
+        """Tokens that lie in one segment of every row: what attention says of them, and what the memory says then."""
+        segment, position = state.segment, tokens.position
+        weight = state.memory.weight if segment is None else segment.weight
+        batch, count = tokens.x.shape[:2]
         if segment is not None and self._has_memory_tokens(segment):
             memory_k, memory_v = segment.memory_keys, segment.memory_values
         else:
-            recalled, tail = self._recall(x, weight, tail, context.layout)
-            memory_k, memory_v = self._project_memory(recalled)
+            memory_k, memory_v = self._project_memory(self._recall(tokens.r, weight))
         if self.queries is None:
-            memory_k = rotate(memory_k)
-        new = SegmentState(weight, k, v, memory_k, memory_v, position.expand(batch, -1)[:, -1] + 1)
-        whole = segment is None and tokens == self.config.segment_len and context.layout.whole
+            memory_k = turn(memory_k, tokens.turns)
+        new = SegmentState(weight, tokens.k, tokens.v, memory_k, memory_v, position.expand(batch, -1)[:, -1] + 1)
+        whole = segment is None and count == self.config.segment_len and context.layout.whole
         held = new if whole else self._append(segment, new, position, context.layout)
-        y = self._attend(q, plain_q, held, position)
-        y = torch.where(finite, self.window.out(y.flatten(2)), float("nan"))
-        said = x + y if self.config.inner_residual else y
-
+        y = self._attend(tokens, held, prefix)
+        y = torch.where(tokens.finite, self.window.out(y.flatten(2)), float("nan"))
+        said = tokens.x + y if self.config.inner_residual else y
         long, memory, probe = self.memory(self.write_norm(said), state.memory, None, context)
-        out = self.combine(y, long)
-        real = context.layout.real(tokens)
-        out = out if real is None else torch.where(real.unsqueeze(-1), out, 0)
-        return out, self._close(MACState(memory, tail, None if whole else held)), probe
+        return y, long, self._close(MACState(memory, state.read, None if whole else held)), probe
 
     def _has_memory_tokens(self, segment: SegmentState) -> bool:
         """Whether the fixed memory tokens of every row's segment were read by an earlier call."""
@@ -177,20 +222,13 @@ class MACBlock(Block):
             return False
         return bool((segment.offset > 0).all())
 
-    def _recall(
-        self, x: Tensor, weight: tuple[Tensor, ...], tail: ConvState | None, layout: Layout
-    ) -> tuple[Tensor, ConvState | None]:
+    def _recall(self, r: Tensor | None, weight: tuple[Tensor, ...]) -> Tensor:
         """Memory tokens h [B, n or memory_tokens, dim]."""
-        c, layer = self.config.memory, self.memory.layer
-        if self.queries is not None:
-            r = unit_rows(self.queries).unsqueeze(0).expand(x.shape[0], -1, -1, -1)
-        else:
-            assert self.read is not None
-            (r,), tail = conv_streams(
-                self.read(x), self.read_conv, tail, layout, heads=c.num_heads, width=c.width, normed=1
-            )
-        h = memory_read(r, weight, gain=layer.gain, residual=c.residual)
-        return self.read_norm(h.flatten(2)), tail
+        if r is None:
+            assert self.queries is not None
+            r = unit_rows(self.queries).unsqueeze(0).expand(weight[0].shape[0], -1, -1, -1)
+        h = memory_read(r, weight, gain=self.memory.layer.gain, residual=self.config.memory.residual)
+        return self.read_norm(h.flatten(2))
 
     def _project_memory(self, h: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of memory tokens, not rotated."""
@@ -234,19 +272,18 @@ class MACBlock(Block):
         )
         return held.own() if owned else held
 
-    def _attend(self, q: Tensor, plain_q: Tensor, held: SegmentState, position: Tensor) -> Tensor:
-        batch = q.shape[0]
+    def _attend(self, tokens: Tokens, held: SegmentState, prefix: Prefix | None) -> Tensor:
+        q, plain_q = tokens.q, tokens.plain_q
         slot = torch.arange(held.keys.shape[1], device=q.device)
-        seen = slot <= position.unsqueeze(-1)  # [B or 1, n, slots]
-        prefix = self.window.prefix(self.prefix())
+        seen = slot <= tokens.position.unsqueeze(-1)  # [B or 1, n, slots]
         if self.queries is None:
             keys = torch.cat([held.memory_keys, held.keys], 1)
             values = torch.cat([held.memory_values, held.values], 1)
             return attend(q, plain_q, keys, values, torch.cat([seen, seen], -1), prefix)
         keys, values = held.memory_keys, held.memory_values
         if prefix is not None:
-            keys = torch.cat([prefix.keys.expand(batch, -1, -1, -1), keys], 1)
-            values = torch.cat([prefix.values.expand(batch, -1, -1, -1), values], 1)
+            keys = torch.cat([prefix.keys.expand(len(q), -1, -1, -1), keys], 1)
+            values = torch.cat([prefix.values.expand(len(q), -1, -1, -1), values], 1)
         return attend(q, plain_q, held.keys, held.values, seen, Prefix(keys, values))
 
     def _close(self, state: MACState) -> MACState:

@@ -10,15 +10,18 @@ class Rotary:
     """Turns pairs (x_i, x_{i + D/2}) of x [B, T, H, D] by position [B or 1, T] · base^(−2i/D)."""
 
     def __init__(self, position: Tensor, width: int, base: float, dtype: torch.dtype) -> None:
-        self.high = torch.promote_types(dtype, torch.float32)
         find = _turns_node if torch.compiler.is_compiling() else _turns
-        turns: Tensor = find(position, width // 2, base, self.high)
-        self.cos, self.sin = turns.unsqueeze(3).unbind(2)
+        self.turns: Tensor = find(position, width // 2, base, torch.promote_types(dtype, torch.float32))
 
     def __call__(self, x: Tensor) -> Tensor:
-        first, second = x.to(self.high).chunk(2, -1)
-        turned = [first * self.cos - second * self.sin, second * self.cos + first * self.sin]
-        return torch.cat(turned, -1).to(x.dtype)
+        return turn(x, self.turns)
+
+
+def turn(x: Tensor, turns: Tensor) -> Tensor:
+    """x [B, T, H, D] by the `turns` [B or 1, T, 2, D/2] of a `Rotary`."""
+    cos, sin = turns.unsqueeze(3).unbind(2)
+    first, second = x.to(turns.dtype).chunk(2, -1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
 
 
 def _turns(position: Tensor, half: int, base: float, dtype: torch.dtype) -> Tensor:

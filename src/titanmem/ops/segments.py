@@ -27,7 +27,15 @@ class Piece:
     def take(self, x: Tensor) -> Tensor:
         if self.index is None:
             return x[:, self.first : self.last]
-        return x.gather(1, self.index.unsqueeze(-1).expand(-1, -1, x.shape[-1]))
+        index = self.index.reshape(self.index.shape + (1,) * (x.dim() - 2))
+        return x.expand(len(index), *x.shape[1:]).gather(1, index.expand(-1, -1, *x.shape[2:]))
+
+
+def split_pieces(pieces: list[Piece], x: Tensor) -> list[Tensor]:
+    """x [B, T, …] in pieces. Slices are made by one node, whose gradient is one copy."""
+    if pieces[0].index is not None:
+        return [piece.take(x) for piece in pieces]
+    return list(x.split([piece.last - piece.first for piece in pieces], 1))
 
 
 def join_pieces(pieces: list[Piece], outputs: list[Tensor], tokens: int) -> Tensor:
