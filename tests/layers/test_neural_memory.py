@@ -287,3 +287,12 @@ def test_an_older_state_is_read_as_it_was_after_the_stream_went_on():
         again, _ = mem(x[:, 2:6], old)
     assert torch.equal(again, expected)
     assert not torch.equal(new.weight[0], old.weight[0])
+
+
+@pytest.mark.parametrize("count", [5, 16, 40])  # in a chunk of 32: some, kernels' own length, more than one chunk
+def test_a_prefix_is_read_like_tokens_up_to_a_border(count):
+    mem = build(chunk_len=32)
+    prefix = inputs(1, count)[0]
+    _, after = mem(prefix.unsqueeze(0))
+    expected = MemoryState(after.fast.settle(), after.conv, after.held, after.config)
+    assert_same_state(mem.start(2, prefix), expected.fork(2))

@@ -81,6 +81,6 @@ def test_mac_compiles_one_segment_whatever_the_length():
         block.compile(backend=count)
     model(ids)[0].square().mean().backward()
     assert_close([p.grad for p in model.parameters()], eager, 1e-3)
-    # for both layers: the norm of tokens and of the prefix, what needs no memory, the first segment, the later ones, the
-    # combination, the end of the block
-    assert len(graphs) == 7
+    assert (
+        len(graphs) == 7
+    )  # norms of tokens and prefix, what needs no memory, first segment, later ones, combine, close

@@ -45,6 +45,18 @@ def test_rows_do_not_depend_on_the_ranks():
     assert torch.equal(together, alone["ids"][: len(together)])
 
 
+def test_rows_are_filled_up_to_whole_chunks_and_learn_the_same():
+    config = small(**{"task.stages": [[0, [{"length": 48, "pairs": 4}]]], "model.memory.chunk_len": 32})
+    source = TaskSource(config)
+    batch = next(iter(source.batches(0, Ranks(0, 1, torch.device("cpu"), None))))
+    assert batch["ids"].shape[1] == 64
+    model = config.model.build().double()
+    real = (batch["labels"] >= 0).any(0).nonzero().max() + 1
+    whole, short = (model(batch["ids"][:, :n], labels=batch["labels"][:, :n])[0] for n in (64, real))
+    assert real <= 48
+    assert whole.item() == pytest.approx(short.item(), rel=1e-10)
+
+
 def test_models_of_a_task_have_one_size_and_the_tasks_vocabulary():
     sizes = [parameters(recipes.recipe(f"{model}-recall").model) for model in recipes.MODELS]
     assert max(sizes) < 1.01 * min(sizes)

@@ -267,7 +267,10 @@ class NeuralMemory(nn.Module):
         if prefix is None or len(prefix) == 0:
             return state
         one = self.start(1)
-        _, after = self.run(prefix.unsqueeze(0), one, output=False)
+        # 16, 32, … tokens, fewer than a chunk, are a chunk of their own, which kernels know: nothing stays pending
+        count = len(prefix)
+        alone = 16 <= count < c.chunk_len and count.bit_count() == 1
+        _, after = self.run(prefix.unsqueeze(0), one, output=False, chunk_len=count if alone else None)
         after = MemoryState(after.fast.settle(), after.conv, after.held, after.config)
         return after.fork(batch)
 
@@ -282,6 +285,7 @@ class NeuralMemory(nn.Module):
         fresh: MemoryState | None = None,
         learn: bool = True,
         output: bool = True,
+        chunk_len: int | None = None,
     ) -> tuple[Tensor, MemoryState]:
         """`forward` for rows whose real tokens come first; documents start from `fresh` (batch 1)."""
         if x.shape[1] == 0:
@@ -289,10 +293,10 @@ class NeuralMemory(nn.Module):
         layout = layout or Layout()
         x, finite = contain(x)
         q, k, v, gates, conv, held = self._inputs(x, finite, state, layout, fresh)
-        c, fast = self.config, state.fast
+        c, fast, length = self.config, state.fast, chunk_len or self.config.chunk_len
         if learn:
             y, fast = memory(
-                q, k, v, gates, fast, gain=self.gain, chunk_len=c.chunk_len, residual=c.residual, clip=c.clip,
+                q, k, v, gates, fast, gain=self.gain, chunk_len=length, residual=c.residual, clip=c.clip,
                 lengths=layout.lengths, starts=layout.starts, fresh=None if fresh is None else fresh.fast,
             )  # fmt: skip
         else:

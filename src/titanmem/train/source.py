@@ -10,11 +10,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from titanmem.config import require
 from titanmem.data.loader import held_out_rows, open_loader
 from titanmem.data.shards import Index, TokenShards
 from titanmem.data.tokenizer import load_tokenizer
+from titanmem.ops.loss import IGNORED
 from titanmem.tasks.base import accuracy, generator_of, share
 from titanmem.train.config import TrainConfig
 from titanmem.train.data import make_task
@@ -120,6 +122,7 @@ class TaskSource(TokenSource):
 
     def batches(self, step: int, ranks: Ranks) -> Iterator[Batch]:
         """This rank's rows of every step that is left: each step draws one of the stage's levels."""
+        mine = slice(ranks.rank, None, ranks.world)
         for number in range(step, self.config.steps):
             generator = generator_of(self.config.seed, number)
             levels = self.settings.levels_at(number)
@@ -129,7 +132,13 @@ class TaskSource(TokenSource):
                 count >= ranks.world, f"batch_tokens={self.config.batch_tokens} give {ranks.world} ranks no row each"
             )
             rows = self.task.batch(count // ranks.world * ranks.world, level, generator)
-            yield {"ids": rows.ids[ranks.rank :: ranks.world], "labels": rows.targets[ranks.rank :: ranks.world]}
+            yield {"ids": self.filled(rows.ids[mine], 0), "labels": self.filled(rows.targets[mine], IGNORED)}
+
+    def filled(self, x: Tensor, value: int) -> Tensor:
+        """Rows of several chunks filled up to whole ones, for which the memory has its fastest kernels; nothing looks
+        ahead, so what is behind a row changes nothing."""
+        length = self.config.model.memory_config().chunk_len
+        return pad(x, (0, -x.shape[1] % length), value=value) if x.shape[1] > length else x
 
     @torch.no_grad()
     def evaluate(self, spread: Spread) -> Evaluation:
