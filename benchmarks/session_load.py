@@ -5,8 +5,8 @@
 Clients create, append, generate, fork and delete at random, each in sessions of its own; half of them have another API
 key and the same names. The server is killed (SIGKILL) at equal times and started again. A request whose answer was lost
 is sent again with the same `expect`: 409 says that it had gone through. In the end every session is compared, bit for
-bit, with one that does the same in this process without company and without being killed. Before that, what HTTP adds
-to a token of a stream, for one client. A small model with random weights, on one thread of the CPU.
+bit, with one that does the same in this process without company and without being killed. A small model with random
+weights, on one thread of the CPU.
 """
 
 from __future__ import annotations
@@ -14,11 +14,8 @@ from __future__ import annotations
 import argparse
 import http.client
 import json
-import os
 import random
 import signal
-import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -33,6 +30,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))  # runs without being installed
 
 import torch
+from session_overhead import Server
 
 from titanmem import TitansConfig, TitansLM
 from titanmem.bench.timing import machine
@@ -40,49 +38,9 @@ from titanmem.infer import Engine, Session, Store
 from titanmem.infer.past import Past
 from titanmem.serve.keys import Keys
 
-ROOT = Path(__file__).resolve().parents[1]
 LIMITS = ["--most-requests", "48", "--most-open", "16"]  # fewer than clients: some wait, sessions close and open
 OPERATIONS = {"append": 5, "generate": 3, "fork": 1, "delete": 1}
-COMPUTED = "titanmem_compute_seconds_total "
 DRAWN = 8  # tokens of an answer at most
-
-
-class Server:
-    """`titanmem serve` in a process of its own."""
-
-    def __init__(self, model: Path, store: Path) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port: int = free.getsockname()[1]
-        self._command = [
-            sys.executable,
-            "-m",
-            "titanmem",
-            "serve",
-            str(model),
-            "--store",
-            str(store),
-            "--device",
-            "cpu",
-        ]
-        self._command += ["--port", str(self.port), *LIMITS]
-        self._log = (store.parent / "server.log").open("ab")
-
-    def start(self) -> None:
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
-        self.process = subprocess.Popen(self._command, env=environment, stdout=self._log, stderr=self._log)
-        while True:
-            try:
-                socket.create_connection(("127.0.0.1", self.port), timeout=1).close()
-                return
-            except OSError:
-                if self.process.poll() is not None:
-                    raise ValueError(f"the server ended at its start; see {self._log.name}") from None
-                time.sleep(0.1)
-
-    def stop(self, how: signal.Signals) -> None:
-        self.process.send_signal(how)
-        self.process.wait()
 
 
 @dataclass
@@ -275,37 +233,6 @@ def clients_at_work(clients: list[Client]) -> Iterator[None]:
             thread.join()
 
 
-def overhead(port: int, key: str, tokens: int = 200, repeats: int = 7) -> dict[str, float]:
-    """Milliseconds a token of a stream to one client, the median: all of it, the engine's part, and what HTTP adds."""
-    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
-    given = {"model": "model", "prompt": "abc", "max_tokens": tokens, "stream": True, "temperature": 0}
-    given["stream_options"] = {"include_usage": True}
-
-    def ask(method: str, path: str, body: Any = None) -> list[str]:
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
-        connection.request(method, path, body if body is None else json.dumps(body), headers)
-        lines = connection.getresponse().read().decode().splitlines()
-        connection.close()
-        return lines
-
-    def computed() -> float:
-        return next(float(line.split()[1]) for line in ask("GET", "/metrics") if line.startswith(COMPUTED))
-
-    found = []
-    for _ in range(repeats):
-        before, first = computed(), time.perf_counter()
-        lines = ask("POST", "/v1/completions", given)
-        whole = time.perf_counter() - first
-        if lines[-2] != "data: [DONE]":
-            raise ValueError(f"the stream ended with {lines[-2:]}")
-        drawn = json.loads(lines[-4].removeprefix("data: "))["usage"]["completion_tokens"]
-        engine = computed() - before
-        found.append(
-            {name: 1e3 * x / drawn for name, x in (("http", whole), ("engine", engine), ("added", whole - engine))}
-        )
-    return sorted(found, key=lambda one: one["added"])[repeats // 2]
-
-
 def table(clients: list[Client]) -> dict[str, dict[str, float]]:
     """Requests by kind: how many, and how long they took."""
     rows: dict[str, dict[str, float]] = {}
@@ -334,10 +261,8 @@ def main() -> int:
         store = Store(folder / "store", engine)
         keys = [Keys(store).create(name) for name in ("ann", "bob")]
         owners = [key.id for key, _ in keys]
-        server = Server(folder / "model", folder / "store")
+        server = Server(folder / "model", folder / "store", "--device", "cpu", *LIMITS)
         server.start()
-        added = overhead(server.port, keys[0][1])
-        print("a token: " + ", ".join(f"{name} {value:.2f} ms" for name, value in added.items()), flush=True)
         clients = [Client(n, server.port, keys[n % 2][1], f"s{n // 2}") for n in range(given.clients)]
         with clients_at_work(clients):
             for kill in range(given.kills):
@@ -363,7 +288,7 @@ def main() -> int:
     print(f"{sessions} sessions compared, {len(faults)} faults" + "".join(f"\n  {fault}" for fault in faults[:20]))
     result = {
         "machine": machine(), "clients": given.clients, "seconds": given.seconds, "kills": given.kills,
-        "ms_a_token": added, "requests": rows, "counts": dict(counts), "sessions": sessions, "faults": faults,
+        "requests": rows, "counts": dict(counts), "sessions": sessions, "faults": faults,
     }  # fmt: skip
     given.out.parent.mkdir(parents=True, exist_ok=True)
     given.out.write_text(json.dumps(result, indent=1) + "\n")

@@ -16,5 +16,8 @@ class RMSNorm(nn.Module):
         self.scale = nn.Parameter(torch.ones(dim))
 
     def forward(self, x: Tensor) -> Tensor:
+        """In the type of x; where autocast would round it for every product that follows, in that type at once."""
         dtype = torch.promote_types(x.dtype, self.scale.dtype)  # one kernel takes both, if they are of one type
-        return rms_norm(x.to(dtype), self.scale.shape, self.scale.to(dtype), self.eps).to(x.dtype)
+        out = rms_norm(x.to(dtype), self.scale.shape, self.scale.to(dtype), self.eps)
+        rounded = x.dtype != torch.float64 and torch.is_autocast_enabled(x.device.type)
+        return out.to(torch.get_autocast_dtype(x.device.type) if rounded else x.dtype)

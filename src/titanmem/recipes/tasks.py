@@ -1,8 +1,10 @@
 """Recipes for tasks: MODEL-TASK, for instance `lmm-recall` or `window-parity`. All models of a task have the same size,
-two layers of width 128 (recipes/models.py names them); each run takes some minutes on one GPU."""
+two layers of width 128 (recipes/models.py names them); each run takes some minutes on one GPU. Windows and segments are
+64 tokens, and 256 bytes in tasks of words."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from titanmem.models.language import TitansConfig
@@ -14,11 +16,13 @@ FRAME = Frame(
     dim=128, num_layers=2, num_heads=2, mlp_width=256, window=64, segment=64, num_persistent=4,
     memory={"expansion": 2, "chunk_len": 64},
 )  # fmt: skip
+LONG = replace(FRAME, window=256, segment=256, num_persistent=16)  # for tasks in words
+STEPS = 2200
 BYTES = 256  # ids of the tasks in words, whose small models read bytes
 
 
 def task_model(name: str, vocab_size: int, summary_id: int | None = None) -> TitansConfig:
-    """A model of the size of all others on the task."""
+    """A model of the size of all others on tasks of bare tokens."""
     return FRAME.model(name, vocab_size, summary_id)
 
 
@@ -40,15 +44,16 @@ TASKS: dict[str, dict[str, Any]] = {
         "tests": _levels((128, 16), (256, 32), (512, 32), (1024, 32), (2048, 32)),
     },
     "needle": {
-        "stages": [[0, _lengths(640)], [400, _lengths(640, 768, 1024)]],
-        "tests": _lengths(768, 1024, 2048, 4096, 8192),
+        "stages": [[0, _lengths(640)], [400, _lengths(640, 768, 1024)], [1000, _lengths(1024, 2048, 4096)]],
+        "tests": _lengths(1024, 4096, 8192, 16_384, 65_536),
     },
     "babilong": {
         "stages": [
             [0, [{"length": 1024, "qa": qa} for qa in (1, 2, 3, 4, 5)]],
             [400, [{"length": length, "qa": qa} for length in (1024, 2048) for qa in (1, 2, 3, 4, 5)]],
+            [1000, [{"length": length, "qa": qa} for length in (2048, 4096) for qa in (1, 2, 3, 4, 5)]],
         ],
-        "tests": [{"length": length, "qa": 1} for length in (1024, 2048, 4096, 8192)],
+        "tests": [{"length": length, "qa": 1} for length in (2048, 4096, 16_384, 131_072)],
     },
     "parity": {"stages": [[0, _lengths(8, 16)], [200, _lengths(16, 32, 64)]], "tests": _lengths(64, 128, 256, 512)},
     "s5": {"stages": [[0, _lengths(8, 16)], [200, _lengths(16, 32, 64)]], "tests": _lengths(64, 128, 256, 512)},
@@ -69,15 +74,15 @@ def task_recipe(model: str, task: str) -> TrainConfig:
     made: Task | None = TOKEN_TASKS[task]() if task in TOKEN_TASKS else None
     chosen = TaskConfig(name=task, **TASKS[task])
     return TrainConfig(
-        model=task_model(model, BYTES) if made is None else task_model(model, made.vocab_size, made.summary_id),
+        model=LONG.model(model, BYTES) if made is None else task_model(model, made.vocab_size, made.summary_id),
         data=DataConfig(length=chosen.longest),
         task=chosen,
         optim=OptimConfig(lr=2e-3, warmup=100, final=0.02),
-        steps=2200,
+        steps=STEPS,
         batch_tokens=2**14,
         micro_rows=64,
-        eval_every=550,
-        save_every=550,
+        eval_every=STEPS if made is None else STEPS // 4,  # rows of words are long in the end
+        save_every=STEPS // 4,
     )
 
 
