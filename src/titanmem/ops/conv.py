@@ -33,12 +33,12 @@ def causal_conv(
     return y, ConvState(_new_tail(stream, since, layout, width - 1, fresh).to(state.tail.dtype))
 
 
-def new_tail(x: Tensor, state: ConvState, layout: Layout, fresh: ConvState | None) -> Tensor:
-    """The last inputs of every row after reading x, for `ConvState`."""
+def new_tail(x: Tensor, state: ConvState, layout: Layout, fresh: ConvState | None, limit: float) -> Tensor:
+    """The last inputs of every row after reading x, cut at ±limit, for `ConvState`."""
     keep = state.tail.shape[1]
     if layout.whole and x.shape[1] >= keep:
-        return x[:, x.shape[1] - keep :].to(state.tail.dtype)
-    stream = torch.cat([state.tail.to(x.dtype), x], 1)
+        return x[:, x.shape[1] - keep :].clamp(-limit, limit).to(state.tail.dtype)
+    stream = torch.cat([state.tail.to(x.dtype), x.clamp(-limit, limit)], 1)
     return _new_tail(stream, layout.since_start(x.shape[1]), layout, keep, fresh).to(state.tail.dtype)
 
 

@@ -47,7 +47,7 @@ def conv_streams(
         since = layout.since_start(x.shape[1])
         start = None if fresh is None or since is None else fresh.tail[0]
         out = stream_scan(x, weight, state.tail, start, since, heads, width, normed, limit)
-        return out.unbind(0), ConvState(new_tail(x, state, layout, fresh).clamp(-limit, limit))
+        return out.unbind(0), ConvState(new_tail(x, state, layout, fresh, limit))
     x = x if limit == math.inf else x.clamp(-limit, limit)
     if weight is not None and state is not None:
         x, state = causal_conv(x, weight, state, layout, fresh)
