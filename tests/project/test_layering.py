@@ -11,8 +11,8 @@ import titanmem
 
 ROOT = Path(titanmem.__file__).parent
 ORDER = [
-    "config", "graphs", "state", "data", "tasks", "ops", "layers", "blocks", "models", "infer", "hf", "train", "recipes",
-    "bench", "forecast", "eval", "reproduce", "serve", "cli",
+    "config", "graphs", "state", "data", "tasks", "ops", "layers", "blocks", "models", "infer", "hf", "train",
+    "recipes", "bench", "forecast", "eval", "reproduce", "serve", "cli",
 ]  # fmt: skip
 ALONE = {
     "matplotlib": {"train", "forecast"},
