@@ -54,6 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             verb.add_argument(f"--{option}", help="with commas")
         if name == "babilong":
             verb.add_argument("--facts", help="the folder of bAbI v1.2, for instance tasks_1-20_v1-2/en-10k")
+            verb.add_argument("--questions", help="of 1 to 5, with commas (default at the scale small: 1)")
         verb.add_argument("--parallel", type=int, default=1, metavar="N", help="runs at once (default: 1)")
         verb.add_argument("--label", default="", help="a name for runs with other settings: lmm+LABEL in the tables")
         verb.add_argument("--out", type=Path, help="folder of JSON (default: benchmarks/results/… for the scale small)")
@@ -99,6 +100,7 @@ def _request(arguments: argparse.Namespace) -> Request:
 
     more: dict[str, Any] = {option: words(option) for option in _LISTS.get(arguments.experiment, ())}
     more |= {name: getattr(arguments, name, None) for name in ("facts", "size", "test_length")}
+    more["questions"] = counted("questions", int)
     return Request(
         scale=arguments.scale,
         data=getattr(arguments, "data", None),

@@ -49,11 +49,10 @@ TASKS: dict[str, dict[str, Any]] = {
     },
     "babilong": {
         "stages": [
-            [0, [{"length": 1024, "qa": qa} for qa in (1, 2, 3, 4, 5)]],
-            [400, [{"length": length, "qa": qa} for length in (1024, 2048) for qa in (1, 2, 3, 4, 5)]],
-            [1000, [{"length": length, "qa": qa} for length in (2048, 4096) for qa in (1, 2, 3, 4, 5)]],
+            [first, [{"length": length, "qa": qa} for length in lengths for qa in (1, 2, 3, 4, 5)]]
+            for first, lengths in ((0, (512,)), (600, (512, 1024)), (1100, (1024, 2048)), (1700, (2048, 4096)))
         ],
-        "tests": [{"length": length, "qa": 1} for length in (2048, 4096, 16_384, 131_072)],
+        "tests": [{"length": length, "qa": 1} for length in (4096, 16_384, 65_536, 131_072)],
     },
     "parity": {"stages": [[0, _lengths(8, 16)], [200, _lengths(16, 32, 64)]], "tests": _lengths(64, 128, 256, 512)},
     "s5": {"stages": [[0, _lengths(8, 16)], [200, _lengths(16, 32, 64)]], "tests": _lengths(64, 128, 256, 512)},
