@@ -28,6 +28,19 @@ def test_an_exported_model_is_the_runs_and_generates(run, tmp_path, capsys):
     assert capsys.readouterr().out.strip()
 
 
+def test_half_an_export_is_half_the_size_and_reads_back_in_float32(run, tmp_path, capsys):
+    for name, more in (("whole", []), ("half", ["--half"])):
+        assert main(["export", str(run), str(tmp_path / name), *more]) == 0
+    whole, half = (TitansLM.load(tmp_path / name) for name in ("whole", "half"))
+    sizes = [(tmp_path / name / "model.safetensors").stat().st_size for name in ("whole", "half")]
+    assert sizes[1] < 0.6 * sizes[0]
+    for (_, a), (_, b) in zip(whole.named_parameters(), half.named_parameters(), strict=True):
+        assert b.dtype == torch.float32
+        assert torch.equal(b, a.bfloat16().float())
+    assert main(["export", str(run), str(tmp_path / "hf"), "--format", "hf", "--half"]) == 2
+    assert "dtype=" in capsys.readouterr().err
+
+
 def test_an_export_replaces_an_earlier_one_and_nothing_else(run, tmp_path, capsys):
     assert main(["export", str(run), str(tmp_path / "model")]) == 0
     (tmp_path / "model" / "tokenizer.json").write_text("{}")  # of another tokenizer

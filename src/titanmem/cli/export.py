@@ -17,12 +17,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="titanmem",
         help="hf: a folder for transformers' from_pretrained",
     )
+    parser.add_argument("--half", action="store_true", help="round the weights to bf16 in the file: half its size")
 
 
 def run(arguments: argparse.Namespace) -> int:
     from titanmem.train.export import export, read_run
 
-    step = export(arguments.run_folder, arguments.out, arguments.step, arguments.best, arguments.format)
+    how = arguments.format, arguments.half
+    step = export(arguments.run_folder, arguments.out, arguments.step, arguments.best, *how)
     print(f"step {step} of {arguments.run_folder} written to {arguments.out}")
     if arguments.format == "hf":
         print(f'next: import titanmem.hf; AutoModelForCausalLM.from_pretrained("{arguments.out}")')

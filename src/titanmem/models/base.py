@@ -52,14 +52,19 @@ class Model(nn.Module):
 
     config: Any
 
-    def save(self, folder: str | Path) -> None:
-        """Write config.json and model.safetensors."""
+    def save(self, folder: str | Path, half: bool = False) -> None:
+        """Write config.json and model.safetensors. `half`: the file has the weights in bf16, half the size, and they
+        are read back in the precision that they have now."""
         from safetensors.torch import save_file
 
         path = Path(folder)
         path.mkdir(parents=True, exist_ok=True)
         held = {name: x.detach().cpu().contiguous() for name, x in own_tensors(self).items()}
-        save_file(held, path / "model.safetensors", metadata={"format": "pt"})
+        about = {"format": "pt"}
+        if half:
+            about[PRECISION] = str(next(x.dtype for x in held.values() if x.is_floating_point())).removeprefix("torch.")
+            held = {name: x.bfloat16() if x.is_floating_point() else x for name, x in held.items()}
+        save_file(held, path / "model.safetensors", metadata=about)
         (path / "config.json").write_text(json.dumps(self.config.to_dict(), indent=2) + "\n")
 
     def adopt(self, given: Model, where: str) -> None:
@@ -77,6 +82,8 @@ class Model(nn.Module):
 
 
 AnyModel = TypeVar("AnyModel", bound=Model)
+PRECISION = "precision"  # in a file's metadata: that of the model, if the file's is another
+PRECISIONS = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def load(folder: str | Path, device: torch.device | str = "cpu") -> Model:
@@ -104,13 +111,16 @@ def read_config(folder: str | Path) -> ModelConfig:
 
 def fill(model: AnyModel, folder: str | Path) -> AnyModel:
     """Give a model the weights, and their precision, of a folder."""
-    from safetensors import SafetensorError
+    from safetensors import SafetensorError, safe_open
     from safetensors.torch import load_file
 
     file = Path(folder) / "model.safetensors"
     try:
+        with safe_open(file, "pt") as opened:
+            about = opened.metadata() or {}
         held = load_file(file)
-        model = model.to(next(x.dtype for x in held.values() if x.is_floating_point()))
+        stored = next(x.dtype for x in held.values() if x.is_floating_point())
+        model = model.to(PRECISIONS[about[PRECISION]] if PRECISION in about else stored)
         names = own_tensors(model).keys()
         model.load_state_dict(held, strict=names != held.keys())  # a second name of a tensor is not in the file
     except (SafetensorError, KeyError, RuntimeError, StopIteration) as error:

@@ -58,9 +58,12 @@ def clear_export(out: Path) -> None:
         (out / name).unlink()
 
 
-def export(run: Path, out: Path, step: int | None = None, best: bool = False, kind: str = "titanmem") -> int:
+def export(
+    run: Path, out: Path, step: int | None = None, best: bool = False, kind: str = "titanmem", half: bool = False
+) -> int:
     """Write config.json, model.safetensors and what belongs to them, such as a tokenizer's files, to `out`; returns the
-    step. `kind` "hf": as transformers reads them."""
+    step. `kind` "hf": as transformers reads them. `half`: weights rounded to bf16 in the file."""
+    require(not (half and kind == "hf"), "half is for titanmem's own format; transformers has dtype= of its own")
     model, found = load_run(run, step, best)
     config = read_run(run)
     if kind == "hf":
@@ -70,7 +73,7 @@ def export(run: Path, out: Path, step: int | None = None, best: bool = False, ki
         _write_hf(model, tokenizer, out)
         return found
     clear_export(out)
-    model.save(out)
+    model.save(out, half)
     config.write_beside(out)
     return found
 
