@@ -15,7 +15,7 @@ from titanmem.train.data import fit_to_data
 
 
 def test_every_recipe_is_a_complete_config_that_survives_json():
-    assert len(recipes.text_names()) == 6 * (2 + len(SIZES) - 1)
+    assert len(recipes.text_names()) == 6 * (3 + len(SIZES) - 2)
     models = len(recipes.MODELS) + len(recipes.FLA_MODELS)
     assert len(set(recipes.names())) == len(recipes.text_names()) + models * len(recipes.TASKS)
     for name in (name for name in recipes.names() if not name.startswith("fla_")):

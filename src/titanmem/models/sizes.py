@@ -27,18 +27,23 @@ class Size:
 
 SIZES = {
     "tiny": Size(1e6, 4, 128, 4, 3e-3, 5e6, vocab_size=256),
+    "mini": Size(4.7e6, 4, 256, 4, 2e-3, 1e8, vocab_size=4096),
     "170m": Size(170e6, 12, 768, 16, 3e-3, 15e9),
     "340m": Size(340e6, 24, 1024, 16, 1.5e-3, 15e9),
     "400m": Size(400e6, 12, 1536, 12, 1.5e-3, 15e9),
     "760m": Size(760e6, 24, 1536, 16, 1.25e-3, 30e9),
     "1.3b": Size(1.3e9, 18, 2048, 8, 7e-4, 100e9),
 }
-_TINY: dict[str, Any] = {
-    "window_len": 64,
-    "segment_len": 64,
-    "num_persistent": 16,
-    "memory": {"chunk_len": 16, "expansion": 2},
-}
+_SMALLER: dict[str, dict[str, Any]] = {  # sizes that are ours
+    "tiny": {
+        "window_len": 64, "segment_len": 64, "num_persistent": 16, "memory": {"chunk_len": 16, "expansion": 2},
+    },
+    "mini": {
+        "window_len": 256, "segment_len": 256, "num_persistent": 16, "memory": {"chunk_len": 64, "expansion": 2},
+        "tie_embeddings": True,
+    },
+}  # fmt: skip
+PAPER_SIZES = [name for name in SIZES if name not in _SMALLER]
 
 
 def named_config(name: str) -> TitansConfig:
@@ -51,7 +56,7 @@ def named_config(name: str) -> TitansConfig:
         )
     block, size_name, chunk = found.groups()
     size = SIZES[size_name]
-    settings: dict[str, Any] = dict(_TINY) if size_name == "tiny" else {}
+    settings = dict(_SMALLER.get(size_name, {}))
     if chunk is not None:
         settings["memory"] = {**settings.get("memory", {}), "chunk_len": int(chunk)}
     config = TitansConfig(size.vocab_size, size.dim, size.num_layers, size.num_heads, block, mlp_width=64, **settings)

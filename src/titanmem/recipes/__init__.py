@@ -1,8 +1,8 @@
 """Recipes: names of complete training configs, for instance `mac-340m-fineweb` or `lmm-tiny-python`.
 
     BLOCK-SIZE-fineweb   the paper's setting at every size, text from FineWeb-Edu with a 32,000-token BPE
-    BLOCK-SIZE-python    the same models on source code that is on every machine; `tiny` trains on one CPU in minutes,
-                         `small` on one GPU in about an hour
+    BLOCK-SIZE-python    the same models on source code that is on every machine, or another text (data.source=FOLDER);
+                         `tiny` trains on one CPU in minutes, `mini` on one GPU in minutes, `small` in about an hour
     MODEL-TASK           small models on a task, for instance lmm-recall; see recipes/tasks.py
 
 A recipe is a function of block and size that returns a `TrainConfig`; every setting can be changed afterwards.
@@ -12,12 +12,12 @@ from __future__ import annotations
 
 from titanmem.blocks import BLOCKS
 from titanmem.models.language import TitansConfig
-from titanmem.models.sizes import SIZES
+from titanmem.models.sizes import PAPER_SIZES, SIZES
 from titanmem.recipes.models import FLA_MODELS, MODELS
 from titanmem.recipes.tasks import TASKS, task_names, task_recipe
 from titanmem.train.config import DataConfig, OptimConfig, ParallelConfig, TrainConfig
 
-PAPER_SIZES = [name for name in SIZES if name != "tiny"]
+PYTHON = ("tiny", "mini", "small")
 
 
 def fineweb(block: str, size: str) -> TrainConfig:
@@ -62,6 +62,21 @@ def tiny_python(block: str) -> TrainConfig:
     )
 
 
+def mini_python(block: str) -> TrainConfig:
+    """A model of 4.7M parameters on the Python standard library, in a BPE of its own: one GPU, minutes."""
+    return TrainConfig(
+        model=TitansConfig.from_name(f"{block}-mini", **_window(block, 256)),
+        data=DataConfig(path="data/python-bpe4096", tokenizer="bpe", vocab_size=4096, length=2048, reset=False),
+        optim=OptimConfig(lr=2e-3, warmup=100),
+        steps=1500,
+        batch_tokens=2**16,
+        micro_rows=32,
+        eval_every=250,
+        eval_length=8192,
+        save_every=250,
+    )
+
+
 def small_python(block: str) -> TrainConfig:
     """A model of 170M parameters on the standard library and installed packages: one GPU, about an hour."""
     return TrainConfig(
@@ -91,7 +106,7 @@ def names() -> list[str]:
 
 def text_names() -> list[str]:
     """The recipes that train on text."""
-    small = [f"{block}-{size}-python" for size in ("tiny", "small") for block in BLOCKS]
+    small = [f"{block}-{size}-python" for size in PYTHON for block in BLOCKS]
     return small + [f"{block}-{size}-fineweb" for size in PAPER_SIZES for block in BLOCKS]
 
 
@@ -99,8 +114,8 @@ def recipe(name: str) -> TrainConfig:
     """The config of a recipe."""
     if name not in names():
         raise ValueError(
-            f"unknown recipe {name!r}; expected BLOCK-SIZE-fineweb or BLOCK-(tiny|small)-python with a block of "
-            f"{', '.join(BLOCKS)} and a size of {', '.join(PAPER_SIZES)}, or MODEL-TASK with a model of "
+            f"unknown recipe {name!r}; expected BLOCK-SIZE-fineweb or BLOCK-({'|'.join(PYTHON)})-python with a block "
+            f"of {', '.join(BLOCKS)} and a size of {', '.join(PAPER_SIZES)}, or MODEL-TASK with a model of "
             f"{', '.join((*MODELS, *FLA_MODELS))} and a task of {', '.join(TASKS)} (titanmem train --list)"
         )
     if name in task_names():
@@ -108,7 +123,7 @@ def recipe(name: str) -> TrainConfig:
     block, size, text = name.split("-")
     if text == "fineweb":
         return fineweb(block, size)
-    return tiny_python(block) if size == "tiny" else small_python(block)
+    return {"tiny": tiny_python, "mini": mini_python, "small": small_python}[size](block)
 
 
 __all__ = [
@@ -116,6 +131,7 @@ __all__ = [
     "MODELS",
     "TASKS",
     "fineweb",
+    "mini_python",
     "names",
     "recipe",
     "small_python",
