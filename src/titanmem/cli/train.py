@@ -29,6 +29,10 @@ def run(arguments: argparse.Namespace) -> int:
         print(list_recipes())
         return 0
     config, folder = resolve(arguments)
+    if config.init is not None:
+        from titanmem.models.base import read_config
+
+        read_config(config.init)
     if arguments.dry_run:
         print(json.dumps(config.to_dict(), indent=1))
         print(describe(config))

@@ -17,9 +17,9 @@ from titanmem.train.plots import new_figure, position_axis
 
 @dataclass(frozen=True)
 class MemorySuite(Config, Suite):
-    """Loss on the second half of the first `length` tokens of every document that is long enough. `window`: the fresh
-    reading forgets everything after so many tokens; give the model's window or segment. The fourth number, attention
-    alone, is this suite on a model of attention blocks."""
+    """Loss on the second half of the first `length` tokens of every document; all must be that long. `window`: the
+    fresh reading forgets everything after so many tokens; give the model's window or segment. The fourth number,
+    attention alone, is this suite on a model of attention blocks."""
 
     text: str = ""
     length: int = 4096

@@ -19,13 +19,18 @@ from titanmem.eval.suite import Cell, Measure, Result, Suite
 from titanmem.train.evaluate import by_position
 from titanmem.train.plots import new_figure, position_axis
 
+READ = (".txt", ".md", ".rst", ".py", ".jsonl")
+
 
 def documents(path: str) -> dict[str, str]:
-    """The .txt and .jsonl files (key "text") of a folder, or one file, by their names in it; each line of .jsonl is a
-    document."""
+    """The texts (`READ`; of .jsonl the key "text") of a folder, or one file, by their names in it; each line of .jsonl
+    is a document."""
     place = Path(path)
-    files = sorted(f for f in place.rglob("*") if f.suffix in (".txt", ".jsonl")) if place.is_dir() else [place]
-    require(bool(files) and all(f.is_file() for f in files), f"{path} holds no .txt or .jsonl files, and is none")
+    files = sorted(f for f in place.rglob("*") if f.suffix in READ) if place.is_dir() else [place]
+    require(
+        bool(files) and all(f.is_file() for f in files),
+        f"{path} is neither a file nor a folder with files of text ({', '.join(READ)})",
+    )
     found = {}
     for file in files:
         name = file.name if file == place else file.relative_to(place).as_posix()
