@@ -24,8 +24,9 @@ from sktime.forecasting.base import BaseForecaster  # noqa: E402
 
 
 class TitansForecaster(BaseForecaster):
-    """A forecaster of one or several series with common weights, trained by titanmem's loop:
-    `TitansForecaster(look_back=48).fit(y, fh=range(1, 25)).predict()`.
+    """A forecaster of one or several series with common weights, trained by titanmem's loop.
+
+    >>> TitansForecaster(look_back=48).fit(y, fh=range(1, 25)).predict()  # doctest: +SKIP
 
     The horizon is the farthest step of `fh`. The last tenth of the rows decides when to stop, where it is long enough.
     `settings` are those of `titanmem forecast train`, for instance {"model.dim": 32, "optim.lr": 1e-3}. New rows that
@@ -49,6 +50,8 @@ class TitansForecaster(BaseForecaster):
     }
 
     _config: ClassVar[dict[str, Any]] = {"remember_data": False}  # the rows it looks back on are kept here
+    _y: Any = None  # sktime's own, where somebody asks it to remember after all
+    _X: Any = None
 
     def __init__(
         self,
