@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from titanmem.bench import peers
 from titanmem.bench.timing import Work, interleaved
@@ -19,29 +18,20 @@ from titanmem.infer.graphs import Pieces, Slots
 from titanmem.models.cost import flops_per_token, parameters
 from titanmem.models.language import TitansConfig, TitansLM
 from titanmem.state import ModelState
-from titanmem.train.config import OptimConfig
+from titanmem.train.config import OptimConfig, ParallelConfig
 from titanmem.train.graphs import StepGraphs
 from titanmem.train.optim import make_optimizer
-from titanmem.train.parallel import peak_flops
+from titanmem.train.parallel import Ranks, Spread, peak_flops
 
 
 def training_step(config: TitansConfig, rows: int, length: int, device: torch.device) -> Work:
     """Forward, backward and optimiser on random tokens; on a GPU in bf16, compiled block by block, as a CUDA graph."""
-    model = TitansLM(config).to(device)
-    if device.type == "cuda":
-        for block in model.blocks:
-            block.compile()
-    optimizer = make_optimizer(model, OptimConfig())
+    how = ParallelConfig(compile=device.type == "cuda")
+    spread = Spread(TitansLM(config).to(device), how, Ranks(0, 1, device, None))
+    optimizer = make_optimizer(spread.module, OptimConfig())
     ids = torch.randint(0, config.vocab_size, (rows, length), device=device)
     batch = {"ids": ids, "labels": ids.roll(-1, 1)}
-
-    def learn(inputs: dict[str, Tensor], scale: Tensor) -> Tensor:
-        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-            loss, _ = model(**inputs)
-        (loss * scale).backward()
-        return loss.detach()
-
-    graphs = StepGraphs(learn, model.parameters(), capture=Graph if device.type == "cuda" else Again)
+    graphs = StepGraphs(spread.learn, spread.module.parameters(), capture=Graph if spread.graphs else Again)
 
     def step() -> None:
         graphs(batch, 1 / ids.numel())

@@ -12,6 +12,8 @@ from importlib.metadata import version
 
 import torch
 
+from titanmem.graphs import Graph
+
 Work = Callable[[], object]
 
 
@@ -75,14 +77,11 @@ def on_gpu(works: dict[str, Work], repeats: int) -> dict[str, list[float]]:
 
 def captured(work: Work) -> Work:
     """The replay of a work's CUDA graph, or the work itself where it cannot be captured."""
-    graph = torch.cuda.CUDAGraph()
     try:
-        with torch.cuda.graph(graph):
-            work()
+        return Graph(work, work, None)
     except RuntimeError:
         torch.cuda.synchronize()
         return work
-    return graph.replay
 
 
 def peak_gib(work: Work, device: torch.device) -> float | None:

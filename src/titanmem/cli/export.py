@@ -23,8 +23,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from titanmem.train.export import export, read_run
 
-    how = arguments.format, arguments.half
-    step = export(arguments.run_folder, arguments.out, arguments.step, arguments.best, *how)
+    how = {"step": arguments.step, "best": arguments.best, "kind": arguments.format, "half": arguments.half}
+    step = export(arguments.run_folder, arguments.out, **how)
     print(f"step {step} of {arguments.run_folder} written to {arguments.out}")
     if arguments.format == "hf":
         print(f'next: import titanmem.hf; AutoModelForCausalLM.from_pretrained("{arguments.out}")')

@@ -2,7 +2,7 @@
 
     BLOCK-SIZE-fineweb   the paper's setting at every size, text from FineWeb-Edu with a 32,000-token BPE
     BLOCK-SIZE-python    the same models on source code that is on every machine, or another text (data.source=FOLDER);
-                         `tiny` trains on one CPU in minutes, `mini` on one GPU in minutes, `small` in about an hour
+                         `tiny` trains on one CPU in minutes, `mini` on one GPU, `small` in about an hour
     MODEL-TASK           small models on a task, for instance lmm-recall; see recipes/tasks.py
 
 A recipe is a function of block and size that returns a `TrainConfig`; every setting can be changed afterwards.
@@ -63,7 +63,7 @@ def tiny_python(block: str) -> TrainConfig:
 
 
 def mini_python(block: str) -> TrainConfig:
-    """A model of 4.7M parameters on the Python standard library, in a BPE of its own: one GPU, minutes."""
+    """A model of 4.7M parameters on the Python standard library, in a BPE of its own: one GPU."""
     return TrainConfig(
         model=TitansConfig.from_name(f"{block}-mini", **_window(block, 256)),
         data=DataConfig(path="data/python-bpe4096", tokenizer="bpe", vocab_size=4096, length=2048, reset=False),

@@ -9,14 +9,13 @@ from typing import Any
 
 from titanmem.bench import gue
 from titanmem.bench.gue import GENOMIC, GueJob
-from titanmem.bench.job import Job
 from titanmem.bench.record import RunRecord
 from titanmem.bench.search import RATE, Search
 from titanmem.config import require
-from titanmem.reproduce.experiment import Experiment
+from titanmem.reproduce.experiment import SearchedExperiment
 
 
-class Dna(Experiment):
+class Dna(SearchedExperiment):
     name = stored = "dna"
     needs = "the folder of GUE's tasks, with tf/0 … and prom/prom_core_all … (only with the scale paper not needed)"
 
@@ -42,15 +41,6 @@ class Dna(Experiment):
             rates=self.pick(self.request.rates, gue.RATES[:1], gue.RATES, (6e-4,)),
             seeds=self.seeds(gue.SEEDS),
         )
-
-    def jobs(self) -> list[Job]:
-        return self.search.first()
-
-    def later(self) -> list[Job]:
-        return self.search.others()
-
-    def later_note(self) -> str:
-        return self.search.note()
 
     def table(self, records: Sequence[RunRecord]) -> str:
         found = gue.chosen(records)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -12,6 +13,7 @@ from titanmem.bench.job import Job, TrainingJob
 from titanmem.bench.pool import run_jobs
 from titanmem.bench.record import RunRecord
 from titanmem.bench.report import table
+from titanmem.bench.search import Search
 from titanmem.config import require
 from titanmem.models.cost import parameters
 from titanmem.train.config import TrainConfig
@@ -169,3 +171,20 @@ def cost(job: Job) -> dict[str, Any]:
         row |= {"parameters": config.model.parameters(), "steps": config.steps}
     work = config.steps * config.flops
     return {**row, "work": work, "flops": f"{work:.2g}"} if work else row
+
+
+class SearchedExperiment(Experiment):
+    """Every rate with the first seed, then the best one with the others."""
+
+    @cached_property
+    @abstractmethod
+    def search(self) -> Search[Any]: ...
+
+    def jobs(self) -> list[Job]:
+        return self.search.first()
+
+    def later(self) -> list[Job]:
+        return self.search.others()
+
+    def later_note(self) -> str:
+        return self.search.note()

@@ -22,7 +22,7 @@ from titanmem.config import require
 from titanmem.eval.published import PUBLISHED, beside
 from titanmem.models.sizes import SIZES
 from titanmem.recipes.language import ABLATED, COMPARED, COMPARED_FLA, DEEP, language_run
-from titanmem.reproduce.experiment import Experiment
+from titanmem.reproduce.experiment import Experiment, SearchedExperiment
 from titanmem.train.plots import new_figure
 
 RATES = (1e-3, 2e-3, 4e-3)
@@ -39,7 +39,7 @@ def with_fla() -> bool:
     return importlib.util.find_spec("fla") is not None and torch.cuda.is_available()
 
 
-class TextExperiment(Experiment):
+class TextExperiment(SearchedExperiment):
     """Models of one size on one text, each with its own learning rate."""
 
     default_size: ClassVar[str] = "340m"
@@ -90,15 +90,6 @@ class TextExperiment(Experiment):
             rates=self.pick(self.request.rates, RATES[1:2], RATES, (SIZES[self.size].learning_rate,)),
             seeds=self.seeds((0, 1), (0,)),
         )
-
-    def jobs(self) -> list[Job]:
-        return self.search.first()
-
-    def later(self) -> list[Job]:
-        return self.search.others()
-
-    def later_note(self) -> str:
-        return self.search.note()
 
     def check(self) -> None:
         """Prepare the tokens once, for all."""
