@@ -1,6 +1,6 @@
 """Tokens per second when many sessions draw at once.
 
-    python benchmarks/session_batching.py [--size tiny|340m] [--blocks mac lmm] [--tokens N] [--out FILE]
+    python benchmarks/session_batching.py [--size tiny|340m] [--blocks mac lmm] [--tokens N] [--ways W …] [--out FILE]
 
 On a CPU: each session computed by itself, or all stacked into one forward; seconds are those of computing, so that a
 busy machine gives the same numbers. On a GPU: stacked, launched step by step or as CUDA graphs, and the milliseconds of
@@ -68,16 +68,18 @@ def step_ms(engine: Engine, sessions: list[Session], steps: int = 32) -> float:
     return 1e3 * seconds / steps
 
 
-def measure(name: str, device: str, tokens: int, repeats: int) -> list[dict[str, Any]]:
+def measure(
+    name: str, device: str, tokens: int, repeats: int, ways: list[str], counts: list[int]
+) -> list[dict[str, Any]]:
     """All numbers of one model."""
     torch.manual_seed(0)
     with torch.device(device):
         model = TitansLM(TitansConfig.from_name(name)).eval().requires_grad_(False)
-    most = max(SESSIONS[device])
-    engines = {way: Engine(model, most_rows=most, **how) for way, how in WAYS[device].items()}
+    most = max(counts)
+    engines = {way: Engine(model, most_rows=most, **WAYS[device][way]) for way in ways}
     sessions = begin(next(iter(engines.values())), most)
     records: list[dict[str, Any]] = []
-    for count in SESSIONS[device]:
+    for count in counts:
         found: dict[str, list[float]] = {way: [] for way in engines}
         drawn: dict[str, list[tuple[int, ...]]] = {}
         for engine in engines.values():
@@ -87,15 +89,7 @@ def measure(name: str, device: str, tokens: int, repeats: int) -> list[dict[str,
                 number, drawn[way] = speed(sessions[:count], engine, tokens)
                 found[way].append(number)
         best = {way: max(speeds) for way, speeds in found.items()}
-        before, now = best
-        same = sum(a == b for a, b in zip(drawn[before], drawn[now], strict=True))
-        record: dict[str, Any] = {
-            "model": name,
-            "sessions": count,
-            **best,
-            "ratio": best[now] / best[before],
-            "same_answers": same,
-        }
+        record: dict[str, Any] = {"model": name, "sessions": count, **best}
         line = f"{name:10} {count:3} sessions: " + ", ".join(
             f"{way} {value:,.0f} tokens/s" for way, value in best.items()
         )
@@ -103,9 +97,15 @@ def measure(name: str, device: str, tokens: int, repeats: int) -> list[dict[str,
             record["step_ms"] = {way: step_ms(engine, sessions[:count]) for way, engine in engines.items()}
             record["gib"] = torch.cuda.max_memory_allocated() / 2**30
             line += "; a step " + ", ".join(f"{way} {value:.2f} ms" for way, value in record["step_ms"].items())
+        if "graphs" in engines:
             record["captured"] = engines["graphs"].graphs
             line += "" if record["captured"] else "; NOT captured"
-        print(f"{line}; {same} of {count} answers the same", flush=True)
+        if len(best) == 2:
+            before, now = best
+            same = sum(a == b for a, b in zip(drawn[before], drawn[now], strict=True))
+            record |= {"ratio": best[now] / best[before], "same_answers": same}
+            line += f"; {same} of {count} answers the same"
+        print(line, flush=True)
         records.append(record)
     for engine in engines.values():
         engine.close()
@@ -118,6 +118,8 @@ def main() -> None:
     parser.add_argument("--blocks", nargs="+", default=["mac"], help="mac, lmm, … (default: mac)")
     parser.add_argument("--tokens", type=int, default=64, help="drawn by each session (default: 64)")
     parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--ways", nargs="+", help="graphs, launches, exact, stacked (default: both of the device)")
+    parser.add_argument("--sessions", nargs="+", type=int, help="default: 1 4 16, on a GPU 1 8 32")
     parser.add_argument("--device", choices=list(WAYS), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path, help="default: benchmarks/results/session_batching.json, or …_cuda.json")
     given = parser.parse_args()
@@ -127,7 +129,10 @@ def main() -> None:
     about = {**machine(), "threads": torch.get_num_threads()}
     records: list[dict[str, Any]] = []
     for block in given.blocks:
-        records += measure(f"{block}-{given.size}", given.device, given.tokens, given.repeats)
+        records += measure(
+            f"{block}-{given.size}", given.device, given.tokens, given.repeats,
+            given.ways or list(WAYS[given.device]), given.sessions or list(SESSIONS[given.device]),
+        )  # fmt: skip
         result = {"machine": about, "tokens": given.tokens, "best_of": given.repeats, "records": records}
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(json.dumps(result, indent=1) + "\n")

@@ -55,7 +55,8 @@ class Server:
                 return
             except OSError:
                 if self.process.poll() is not None:
-                    raise ValueError(f"the server ended at its start; see {self._log.name}") from None
+                    said = Path(self._log.name).read_text(errors="replace")[-2000:]
+                    raise ValueError(f"the server ended at its start:\n{said}") from None
                 time.sleep(0.1)
 
     def stop(self, how: signal.Signals) -> None:

@@ -42,7 +42,8 @@ def test_a_second_answer_goes_on_where_the_first_ended():
 def test_company_changes_no_answer(batching, case):
     """Sessions join and leave the batch at different times, with prompts longer than a piece."""
     engine = byte_engine(case, batching=batching, piece=4, most_rows=5)
-    how = [dict(max_new_tokens=5 + 4 * i, seed=i, temperature=0.7) for i in range(len(PROMPTS))]
+    ways = (dict(temperature=0.7), dict(temperature=0), dict(temperature=0.7, top_k=9, repetition_penalty=1.3))
+    how = [dict(max_new_tokens=5 + 4 * i, seed=i, **ways[i % 3]) for i in range(len(PROMPTS))]
     sessions = [engine.session() for _ in PROMPTS]
 
     def talk(number: int, session: Session) -> tuple[int, ...]:

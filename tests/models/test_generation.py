@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from support import random_ids, small_model
-from titanmem.models.generation import filter_logits, penalise, stream
+from titanmem.models.generation import Sampling, choose, filter_logits, penalise, stream
 
 
 def test_greedy_is_the_argmax_of_the_full_forward():
@@ -36,6 +36,14 @@ def test_a_seed_decides_the_text_and_rows_differ():
     assert torch.equal(a, b)
     assert not torch.equal(a, model.generate(ids, 12, seed=4))
     assert not torch.equal(a[0], a[1])
+
+
+def test_numbers_between_0_and_1_meet_every_token_as_often_as_it_is_likely():
+    logits = torch.tensor([[0.0, 2.0, -torch.inf, 1.0, -torch.inf]])
+    numbers = torch.arange(1000) / 1000
+    drawn = choose(logits.expand(1000, -1), Sampling(temperature=0.5), None, numbers)
+    found = drawn.bincount(minlength=5) / 1000
+    assert torch.allclose(found, (2 * logits[0]).softmax(-1), atol=2e-3)
 
 
 def test_top_k_and_top_p_keep_the_likeliest():

@@ -8,7 +8,7 @@ import torch
 from support import assert_close
 from titanmem import backend
 from titanmem.layers.rotary import Rotary
-from titanmem.ops.attention import Prefix, attend, window_attention
+from titanmem.ops.attention import Prefix, attend, attend_along, flash, window_attention
 
 
 def written_out(q, plain_q, k, v, window_len, prefix, visible, document):
@@ -74,3 +74,86 @@ def test_rotation_depends_on_differences_only_even_after_a_million_tokens():
     near = (at(7)(q) * at(2)(k)).sum()
     far = (at(1_000_007)(q) * at(1_000_002)(k)).sum()
     assert far.item() == pytest.approx(near.item(), abs=1e-4)
+
+
+def group_scores(q, k, reach):
+    scores = torch.einsum("bthd,bshd->bhts", q, k) * q.shape[-1] ** -0.5
+    at = torch.arange(q.shape[1]).unsqueeze(1) + k.shape[1] - q.shape[1]
+    column = torch.arange(k.shape[1])
+    if reach != flash.ALL:
+        scores = scores.masked_fill(column > at, float("-inf"))
+    return scores.masked_fill(column <= at - reach, float("-inf")) if reach > 0 else scores
+
+
+def plain_flash(q, k, v, reach):
+    """What FlashAttention's kernel computes for one group."""
+    scores = group_scores(q, k, reach)
+    lse = scores.logsumexp(-1)
+    return torch.einsum("bhts,bshd->bthd", (scores - lse.unsqueeze(-1)).exp(), v), lse
+
+
+def plain_flash_backward(grad, q, k, v, out, lse, reach):
+    """Its backward pass, which takes the output and the normaliser on trust."""
+    weight = (group_scores(q, k, reach) - lse.unsqueeze(-1)).exp()
+    to_weight = torch.einsum("bthd,bshd->bhts", grad, v) - (grad * out).sum(-1).transpose(1, 2).unsqueeze(-1)
+    to_scores = weight * to_weight * q.shape[-1] ** -0.5
+    to_q, to_k = torch.einsum("bhts,bshd->bthd", to_scores, k), torch.einsum("bhts,bthd->bshd", to_scores, q)
+    return to_q, to_k, torch.einsum("bhts,bthd->bshd", weight, grad)
+
+
+@pytest.fixture
+def written_out_kernels(monkeypatch):
+    monkeypatch.setattr(flash, "flash", plain_flash)
+    monkeypatch.setattr(flash, "flash_backward", plain_flash_backward)
+    monkeypatch.setattr(flash, "fits", lambda q: True)
+
+
+@pytest.mark.parametrize("window_len", [4, None])
+@pytest.mark.parametrize("prefixes", [0, 1, 2])  # rows of the prefix
+@pytest.mark.parametrize("fold", [5, 512])
+def test_groups_of_keys_under_one_softmax_and_their_gradients(
+    written_out_kernels, monkeypatch, window_len, prefixes, fold
+):
+    monkeypatch.setattr(flash, "FOLD", fold)
+    generator = torch.Generator().manual_seed(0)
+    randn = lambda *s: torch.randn(*s, generator=generator, dtype=torch.float64, requires_grad=True)
+    q, plain_q, k, v = randn(2, 10, 2, 4), randn(2, 10, 2, 4), randn(2, 13, 2, 4), randn(2, 13, 2, 4)
+    known = [randn(prefixes, 3, 2, 4) for _ in range(2)] if prefixes else []
+    prefix = Prefix(*known) if prefixes else None
+    mix = torch.randn(2, 10, 2, 4, generator=generator, dtype=torch.float64)
+    results = []
+    for form in ("reference", "flash"):
+        with backend(attention=form):
+            y = window_attention(q, plain_q, k, v, window_len=window_len, prefix=prefix)
+            along = attend_along(q, plain_q, [(k[:, :10], v[:, :10]), (k[:, 3:], v[:, 3:])], prefix)
+        given = [q, k, v, *([plain_q, *known] if prefixes else [])]
+        results.append([y, along, *torch.autograd.grad(((y + along.sin()) * mix).sum(), given)])
+    assert_close(*results)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="FlashAttention needs a GPU")
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("window_len", [200, None])
+def test_flash_is_as_near_to_the_truth_as_sdpa(window_len, compiled):
+    generator = torch.Generator().manual_seed(0)
+    randn = lambda *s: torch.randn(*s, generator=generator).cuda().bfloat16().requires_grad_()
+    given = [randn(2, 1024, 2, 64) for _ in range(4)] + [randn(1, 16, 2, 64) for _ in range(2)]
+    mix = torch.randn(2, 1024, 2, 64, generator=generator).cuda()
+
+    def run(form, dtype):
+        q, plain_q, k, v, *known = cast = [x.detach().to(dtype).requires_grad_() for x in given]
+        prefix = Prefix(*known)
+
+        def both():
+            y = window_attention(q, plain_q, k, v, window_len=window_len, prefix=prefix)
+            return y + attend_along(q, plain_q, [(k, v), (v, k)], prefix)
+
+        with backend(attention=form):
+            y = torch.compile(both, fullgraph=True)() if compiled and form == "flash" else both()
+        return [y, *torch.autograd.grad((y.float() * mix).sum(), cast)]
+
+    truth = run("reference", torch.float64)
+    plain, kernel = run("sdpa", torch.bfloat16), run("flash", torch.bfloat16)
+    for a, b, exact in zip(plain, kernel, truth, strict=True):
+        errors = [(x.double() - exact).norm() / exact.norm() for x in (a, b)]
+        assert errors[1] <= 2 * errors[0], errors

@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
+import titanmem
 from support import assert_close, random_ids, small_model
+from titanmem.ops.backend import machine
 from titanmem.ops.loss import linear_cross_entropy
 
 
@@ -23,6 +25,29 @@ def test_loss_and_gradients_are_those_of_the_logits(most):
     ]
     found, expected = ([loss, *torch.autograd.grad(3 * loss, (hidden, weight))] for loss in losses)
     assert_close(found, expected)
+
+
+@pytest.mark.skipif(machine() is not None, reason=str(machine()))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [13, 8200])  # less and more than a block of the kernel
+def test_the_kernel_is_as_near_to_the_truth_as_plain_torch(size, dtype):
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(n, 16, generator=generator).to(device, dtype).requires_grad_() for n in (9, size))
+    labels = torch.randint(0, size, (9,), generator=generator).to(device)
+    labels[2] = -100
+    exact = [x.detach().double().requires_grad_() for x in (hidden, weight)]
+    loss = cross_entropy(exact[0] @ exact[1].mT, labels, reduction="sum")
+    truth = [loss, *torch.autograd.grad(loss, exact)]
+    errors = {}
+    for form in ("torch", "triton"):
+        with titanmem.backend(loss=form):
+            loss = linear_cross_entropy(hidden, weight, labels, 4 * size)
+        found = [loss, *torch.autograd.grad(loss, (hidden, weight))]
+        errors[form] = [(a.double() - b).norm() / b.norm() for a, b in zip(found, truth, strict=True)]
+    floor = torch.finfo(torch.float32).eps
+    for plain, kernel in zip(errors["torch"], errors["triton"], strict=True):
+        assert kernel <= 2 * plain + floor
 
 
 def test_rows_without_a_question_give_zero():

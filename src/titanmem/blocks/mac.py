@@ -30,7 +30,7 @@ from titanmem.layers.neural_memory import Probe
 from titanmem.layers.norm import RMSNorm
 from titanmem.layers.rotary import Rotary, turn
 from titanmem.layers.window_attention import WindowAttention
-from titanmem.ops.attention import Prefix, attend
+from titanmem.ops.attention import Prefix, attend, attend_along
 from titanmem.ops.layout import Layout
 from titanmem.ops.memory import memory_read
 from titanmem.ops.memory.plan import token_positions
@@ -210,7 +210,7 @@ class MACBlock(Block):
         new = SegmentState(weight, tokens.k, tokens.v, memory_k, memory_v, position.expand(batch, -1)[:, -1] + 1)
         whole = segment is None and count == self.config.segment_len and context.layout.whole
         held = new if whole else self._append(segment, new, position, context.layout)
-        y = self._attend(tokens, held, prefix)
+        y = self._attend(tokens, held, prefix, whole)
         y = torch.where(tokens.finite, self.window.out(y.flatten(2)), float("nan"))
         said = tokens.x + y if self.config.inner_residual else y
         long, memory, probe = self.memory(self.write_norm(said), state.memory, None, context)
@@ -272,19 +272,29 @@ class MACBlock(Block):
         )
         return held.own() if owned else held
 
-    def _attend(self, tokens: Tokens, held: SegmentState, prefix: Prefix | None) -> Tensor:
+    def _attend(self, tokens: Tokens, held: SegmentState, prefix: Prefix | None, whole: bool) -> Tensor:
+        """What the tokens see: the prefix, and of the segment and its memory tokens whatever is not later than they."""
         q, plain_q = tokens.q, tokens.plain_q
+        groups = [(held.keys, held.values)]
+        if self.queries is None:
+            groups.insert(0, (held.memory_keys, held.memory_values))
+        else:
+            prefix = self._with_memory(prefix, held)
+        if whole:
+            return attend_along(q, plain_q, groups, prefix)
         slot = torch.arange(held.keys.shape[1], device=q.device)
         seen = slot <= tokens.position.unsqueeze(-1)  # [B or 1, n, slots]
-        if self.queries is None:
-            keys = torch.cat([held.memory_keys, held.keys], 1)
-            values = torch.cat([held.memory_values, held.values], 1)
-            return attend(q, plain_q, keys, values, torch.cat([seen, seen], -1), prefix)
-        keys, values = held.memory_keys, held.memory_values
-        if prefix is not None:
-            keys = torch.cat([prefix.keys.expand(len(q), -1, -1, -1), keys], 1)
-            values = torch.cat([prefix.values.expand(len(q), -1, -1, -1), values], 1)
-        return attend(q, plain_q, held.keys, held.values, seen, Prefix(keys, values))
+        keys, values = (torch.cat(part, 1) for part in zip(*groups, strict=True))
+        return attend(q, plain_q, keys, values, seen.repeat(1, 1, len(groups)), prefix)
+
+    @staticmethod
+    def _with_memory(prefix: Prefix | None, held: SegmentState) -> Prefix:
+        """Memory tokens that every token sees, behind the persistent ones."""
+        if prefix is None:
+            return Prefix(held.memory_keys, held.memory_values)
+        batch = len(held.memory_keys)
+        keys, values = (x.expand(batch, -1, -1, -1) for x in (prefix.keys, prefix.values))
+        return Prefix(torch.cat([keys, held.memory_keys], 1), torch.cat([values, held.memory_values], 1))
 
     def _close(self, state: MACState) -> MACState:
         """Rows whose segment is full start a new one."""

@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
         here = importlib.util.find_spec(name) is not None
         line(name, f"{'installed' if here else 'missing'} ({purpose})")
     print("operations")
-    for operation in ("memory", "attention"):
+    for operation in ("memory", "streams", "attention", "loss"):
         form, reason = explain(operation)
         line(operation, f"{form}: {reason}")
         for other, about_form in forms(operation).items():

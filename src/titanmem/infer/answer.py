@@ -16,8 +16,8 @@ from torch import Tensor
 
 from titanmem.config import require
 from titanmem.data.tokenizer import TextStream, Tokenizer
-from titanmem.infer.past import Call, Job, Past, Place, alone
-from titanmem.models.generation import Sampling, choose
+from titanmem.infer.past import Call, Draw, Job, Past, Place, alone, draw_tokens
+from titanmem.models.generation import Sampling
 from titanmem.state import ModelState
 
 
@@ -147,13 +147,13 @@ def answering(
     state: ModelState | Place = past.model
     logits, unread, read = past.logits, past.unread, past.read
     seed = how.seed if how.seed is not None else secrets.randbelow(2**31)
-    generator = None
+    generator = torch.Generator().manual_seed(seed)
+    seen = set(wish.prompt)
     shown = Shown(tokenizer, how.stop)
     ids: list[int] = []
     text: list[str] = []
     done: list[Token] = []
     held: list[_Held] = []
-    seen: Tensor | None = None
     finish = "length"
 
     def show(new: str) -> None:
@@ -165,8 +165,9 @@ def answering(
             emit(Piece(new, tuple(fresh)))
 
     while len(ids) < wish.limit:
+        draw, drawn = Draw(how, float(torch.rand((), generator=generator)), seen), None
         if unread:
-            logits, state = yield Call(unread, state, wish.learn)
+            logits, state, drawn = yield Call(unread, state, wish.learn, draw=draw)
             read += len(unread)
             unread = ()
         require(logits is not None, "there is nothing to go on from; append a text first")
@@ -174,12 +175,9 @@ def answering(
         if cancelled():
             finish = "cancelled"
             break
-        if generator is None or seen is None:
-            generator = torch.Generator(logits.device).manual_seed(seed)
-            seen = torch.zeros(logits.shape, dtype=torch.bool, device=logits.device)
-            seen[0, list(wish.prompt)] = True
-        drawn = int(choose(logits, how, seen, [generator]))
-        seen[0, drawn] = True
+        if drawn is None:
+            (drawn,) = draw_tokens([draw], [logits])
+        seen.add(drawn)
         ids.append(drawn)
         if drawn in how.stop_ids:
             finish = "stop"

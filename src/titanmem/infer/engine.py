@@ -33,7 +33,7 @@ import torch
 from titanmem.config import require
 from titanmem.data.tokenizer import Tokenizer, find_tokenizer
 from titanmem.infer.graphs import Pieces, Slots
-from titanmem.infer.past import Call, Job, Past, Place, Result, Row, alone
+from titanmem.infer.past import Call, Job, Past, Place, Result, Row, alone, draw_tokens
 from titanmem.models.base import find_device
 from titanmem.models.language import TitansLM
 from titanmem.ops.backend import backend
@@ -234,7 +234,7 @@ class Engine:
     def _forward(self, tasks: list[_Task[Any]]) -> None:
         calls = [task.call for task in tasks if task.call is not None]
         try:
-            results = self._compute(calls)
+            results = _with_tokens(calls, self._compute(calls))
         except Exception as error:
             for task in tasks:
                 task.fail(error)
@@ -291,6 +291,15 @@ class Engine:
     def _say_without(self, does: str, error: RuntimeError) -> None:
         cause = str(error.__context__ or error).partition("\n")[0]
         logging.getLogger("titanmem").warning("%s %s without CUDA graphs: %s", self.name, does, cause)
+
+
+def _with_tokens(calls: list[Call], results: list[Result]) -> list[Result]:
+    """The results with the tokens that calls ask for."""
+    asking = [(i, call.draw) for i, call in enumerate(calls) if call.draw is not None]
+    logits = [found for i, _ in asking if (found := results[i].logits) is not None]
+    for (i, _), token in zip(asking, draw_tokens([draw for _, draw in asking], logits), strict=True):
+        results[i] = results[i]._replace(drawn=token)
+    return results
 
 
 def stack(states: Sequence[ModelState | Place]) -> ModelState:

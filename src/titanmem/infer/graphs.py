@@ -101,7 +101,9 @@ class Slots:
         """A copy of what is in a slot."""
         if not self._holds(seat):
             raise RuntimeError("this state has gone on to its next token; take it out before")
-        row = self.state.rows(slice(seat.index, seat.index + 1)).clone()
+        here = self.state.rows(slice(seat.index, seat.index + 1))
+        row = here.map(torch.empty_like)
+        _copy_all(row, here)
         for held in parts(row, PendingWrites):
             held.known(self._at["settle"][seat.index])
         return row
@@ -149,8 +151,7 @@ class Slots:
         places = {"settle": set(where[: len(chunks)]), "open": set(where[len(chunks) :])}
         if any(len(found) > 1 for found in places.values()):
             raise RuntimeError("the layers of a state stand at different places of their chunks or segments")
-        for (_, into), (_, x) in zip(self.state.tensors(), full.tensors(), strict=True):
-            into[slot].copy_(x[0])
+        _copy_all(self.state.rows(slice(slot, slot + 1)), full)
         for name, found in places.items():
             self._at[name][slot] = max(found, default=0)
         self._turn[slot] += 1
@@ -161,8 +162,7 @@ class Slots:
         if rows <= count:
             return
         state = self._rows(rows)
-        for (_, into), (_, x) in zip(state.tensors(), self.state.tensors(), strict=True):
-            into[:count].copy_(x)
+        _copy_all(state.rows(slice(0, count)), self.state)
         self._steps.clear()
         self._borders.clear()
         self._pool = new_pool(self._capture)
@@ -272,7 +272,7 @@ class Pieces:
         if _form(state) != self._fits:
             return self._read(ids, state)
         if state is not self._last:
-            self._fill(self._state, state)
+            _copy_all(self._state, state)
         self._ids.copy_(ids)
         self._graph()
         self._last = self._state.clone()
@@ -287,14 +287,10 @@ class Pieces:
         spare = state.clone()
         with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
             self._graph = self._capture(
-                lambda: self._fill(spare, self._read(ids, spare)),
-                lambda: self._fill(self._state, self._read(self._ids, self._state)),
+                lambda: _copy_all(spare, self._read(ids, spare)),
+                lambda: _copy_all(self._state, self._read(self._ids, self._state)),
                 new_pool(self._capture),
             )
-
-    def _fill(self, into: ModelState, state: ModelState) -> None:
-        for (_, old), (_, now) in zip(into.tensors(), state.tensors(), strict=True):
-            old.copy_(now)
 
 
 def _form(state: ModelState) -> list[tuple[str, torch.Size]]:
@@ -308,6 +304,11 @@ def _own(state: ModelState) -> ModelState:
     for segment in parts(state, SegmentState):
         segment.own()
     return state
+
+
+def _copy_all(into: ModelState, state: ModelState) -> None:
+    """Copy every tensor of `state`, in a few launches for all of them."""
+    torch._foreach_copy_([x for _, x in into.tensors()], [x for _, x in state.tensors()])
 
 
 def _copy_row(whole: State, which: Tensor, row: State) -> None:

@@ -6,12 +6,14 @@ calls, alone or several sessions at once, is the engine's business.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Collection, Generator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol, TypeVar
 
+import torch
 from torch import Tensor
 
+from titanmem.models.generation import Sampling, choose
 from titanmem.models.language import TitansLM
 from titanmem.state import ModelState, State
 
@@ -58,20 +60,30 @@ class Row:
         return self.batch.rows([self.index])
 
 
+class Draw(NamedTuple):
+    """How a token is drawn, with this number of [0, 1). `seen`: the tokens that a repetition penalty is for."""
+
+    how: Sampling
+    number: float
+    seen: Collection[int] = ()
+
+
 class Call(NamedTuple):
-    """One forward for one session. `last`: the logits behind the last token are wanted."""
+    """One forward for one session. `last`: the logits behind the last token are wanted; `draw`: the next token too."""
 
     ids: Sequence[int]
     state: ModelState | Place
     learn: bool = True
     last: bool = True
+    draw: Draw | None = None
 
 
 class Result(NamedTuple):
-    """What a call gave: logits [1, V] or None, and the state after it."""
+    """What a call gave: logits [1, V] or None, the state after it, and the token if one was to be drawn."""
 
     logits: Tensor | None
     state: ModelState | Place
+    drawn: int | None = None
 
 
 Job = Generator[Call, Result, T]
@@ -80,6 +92,25 @@ Job = Generator[Call, Result, T]
 def alone(state: ModelState | Place) -> ModelState:
     """A state by itself."""
     return state if isinstance(state, ModelState) else state.alone()
+
+
+def draw_tokens(draws: Sequence[Draw], logits: Sequence[Tensor]) -> list[int]:
+    """A token for each from its logits [1, V]; those drawn alike are drawn together, which the device does once."""
+    alike: dict[tuple[float | None, ...], list[int]] = {}
+    for index, draw in enumerate(draws):
+        alike.setdefault(draw.how.rule, []).append(index)
+    tokens = [0] * len(draws)
+    for group in alike.values():
+        how, together = draws[group[0]].how, torch.cat([logits[i] for i in group])
+        seen = None
+        if how.repetition_penalty != 1:
+            seen = torch.zeros(together.shape, dtype=torch.bool, device=together.device)
+            for row, i in enumerate(group):
+                seen[row, list(draws[i].seen)] = True
+        found = choose(together, how, seen, torch.tensor([draws[i].number for i in group]))
+        for i, token in zip(group, found.tolist(), strict=True):
+            tokens[i] = token
+    return tokens
 
 
 def cut(begin: int, count: int, piece: int) -> list[int]:
@@ -100,7 +131,7 @@ def reading(past: Past, tokens: Sequence[int], piece: int, learn: bool = True) -
     for size in cut(past.read, len(ids), piece):
         part = ids[at : at + size]
         at += size
-        logits, state = yield Call(part, state, learn, at == len(ids))
+        logits, state, _ = yield Call(part, state, learn, at == len(ids))
     return Past(alone(state), logits, (), past.tokens + len(tokens))
 
 
@@ -110,7 +141,7 @@ def repeating(past: Past, tokens: Sequence[int], learn: bool = True) -> Job[Past
     logits, unread = past.logits, past.unread
     for token in tokens:
         if unread:
-            logits, state = yield Call(unread, state, learn)
+            logits, state, _ = yield Call(unread, state, learn)
         unread = (token,)
     return replace(
         past, model=alone(state), logits=logits, unread=unread, tokens=past.tokens + len(tokens), answered=True
@@ -121,5 +152,5 @@ def settling(past: Past, learn: bool = True) -> Job[Past]:
     """Read what is unread."""
     if not past.unread:
         return past
-    logits, state = yield Call(past.unread, past.model, learn)
+    logits, state, _ = yield Call(past.unread, past.model, learn)
     return replace(past, model=alone(state), logits=logits, unread=())

@@ -32,6 +32,11 @@ class Sampling(Config):
     stop_ids: Sequence[int] = ()
     stop: Sequence[str] = ()  # needs `decode`
 
+    @property
+    def rule(self) -> tuple[float | None, ...]:
+        """What makes two choices alike."""
+        return self.temperature, self.top_k, self.top_p, self.repetition_penalty
+
     def __post_init__(self) -> None:
         require(self.temperature >= 0, f"temperature must not be negative, got {self.temperature}")
         require(self.top_k is None or self.top_k >= 1, f"top_k must be at least 1 or None, got {self.top_k}")
@@ -68,18 +73,19 @@ def filter_logits(logits: Tensor, top_k: int | None, top_p: float | None) -> Ten
     return logits
 
 
-def choose(logits: Tensor, how: Sampling, seen: Tensor, generators: list[torch.Generator] | None) -> Tensor:
-    """The next token of every row from logits [B, V]."""
+def choose(logits: Tensor, how: Sampling, seen: Tensor | None, numbers: Tensor) -> Tensor:
+    """The next token of every row from logits [B, V]: the one at which the probabilities, added up, pass the row's
+    number of [0, 1). `seen` [B, V] is asked for with a repetition penalty alone."""
     logits = logits.float()
     if how.repetition_penalty != 1:
+        assert seen is not None
         logits = penalise(logits, seen, how.repetition_penalty)
     if how.temperature == 0:
         return logits.argmax(-1)
     probability = filter_logits(logits / how.temperature, how.top_k, how.top_p).softmax(-1)
-    if generators is None:
-        return torch.multinomial(probability, 1).squeeze(1)
-    draws = [torch.multinomial(p, 1, generator=g) for p, g in zip(probability, generators, strict=True)]
-    return torch.cat(draws)
+    total = probability.cumsum(-1, dtype=torch.float64)
+    passed = torch.searchsorted(total, numbers.to(total).unsqueeze(1) * total[:, -1:], right=True)
+    return passed.squeeze(1)
 
 
 @torch.no_grad()
@@ -102,9 +108,7 @@ def stream(
     if mask is not None:
         require(bool(mask.any(1).all()), "every prompt needs at least one real token, but a row of mask is all False")
     batch, vocab = ids.shape[0], model.config.vocab_size
-    generators = None
-    if how.seed is not None:
-        generators = [torch.Generator(ids.device).manual_seed(how.seed + row) for row in range(batch)]
+    generators = [None if how.seed is None else torch.Generator().manual_seed(how.seed + row) for row in range(batch)]
     seen = torch.zeros(batch, vocab, dtype=torch.bool, device=ids.device)
     real = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask
     for row in range(batch):
@@ -117,7 +121,8 @@ def stream(
     texts: list[list[int]] = [[] for _ in range(batch)]
     token = ids[:, -1]
     for step in range(max_new_tokens):
-        token = torch.where(active, choose(logits, how, seen, generators), token)
+        numbers = torch.cat([torch.rand(1, generator=generator) for generator in generators])
+        token = torch.where(active, choose(logits, how, seen, numbers), token)
         yield Step(token, active, state)
         seen[torch.arange(batch, device=ids.device), token] = True
         active = active & ~_stopped(token, active, texts, how, decode)

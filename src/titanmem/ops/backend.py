@@ -17,12 +17,17 @@ _FORMS: dict[str, dict[str, str]] = {
     },
     "streams": {
         "torch": "convolution, silu and l2 norm in plain torch, any device",
-        "triton": "the same in one GPU kernel; on request",
+        "triton": "the same in one GPU kernel; by itself on Hopper GPUs",
     },
     "attention": {
         "sdpa": "blocks of the window through torch's scaled_dot_product_attention, any device",
-        "flex": "FlexAttention, compiled for the GPU; by itself inside torch.compile, for rows without documents",
+        "flash": "torch's FlashAttention kernels; by itself on a GPU in half precision, for rows without documents",
+        "flex": "FlexAttention, compiled for the GPU; by itself inside torch.compile in float32, without documents",
         "reference": "one dense mask; for tests and reading",
+    },
+    "loss": {
+        "torch": "cross-entropy of a few rows of logits at a time in plain torch, any device",
+        "triton": "the same with one GPU kernel for the softmax and its gradient; by itself on Hopper GPUs",
     },
 }
 
@@ -82,7 +87,7 @@ def explain(operation: str) -> tuple[str, str]:
     if operation in _asked:
         return _asked[operation], "asked for with titanmem.backend(...)"
     default = next(iter(_FORMS[operation]))
-    if operation == "memory" and not interpreted() and hopper():
+    if "triton" in _FORMS[operation] and not interpreted() and hopper():
         default = "triton"
     return default, _FORMS[operation][default]
 

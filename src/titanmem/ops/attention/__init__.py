@@ -15,8 +15,9 @@ from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from titanmem.ops import backend
+from titanmem.ops.attention import flash
 
-__all__ = ["Prefix", "attend", "window_attention"]
+__all__ = ["Prefix", "attend", "attend_along", "window_attention"]
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,32 @@ def _attend_once(
     return scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scale).transpose(1, 2)
 
 
+def attend_along(q: Tensor, plain_q: Tensor, groups: list[tuple[Tensor, Tensor]], prefix: Prefix | None) -> Tensor:
+    """Row t of q [B, T, H, D] sees entries up to t of every group of keys and values [B, T, H, D], plus the prefix."""
+    if _flashes(q):
+        return _flash(q, plain_q, groups, flash.CAUSAL, prefix)
+    k, v = (torch.cat(part, 1) for part in zip(*groups, strict=True))
+    at = torch.arange(q.shape[1], device=q.device)
+    mask = (at <= at.unsqueeze(1)).repeat(1, len(groups)).unsqueeze(0)
+    return attend(q, plain_q, k, v, mask, prefix)
+
+
+def _flashes(q: Tensor) -> bool:
+    """Whether FlashAttention runs: asked for, or by itself."""
+    wanted = backend.choose("attention") == "flash" or not backend.asked("attention")
+    return wanted and flash.fits(q)
+
+
+def _flash(
+    q: Tensor, plain_q: Tensor, groups: list[tuple[Tensor, Tensor]], reach: int, prefix: Prefix | None
+) -> Tensor:
+    keys, values = ([x.to(q.dtype) for x in part] for part in zip(*groups, strict=True))
+    far = [reach] * len(groups)
+    if prefix is None:
+        return flash.flash_parts(q, None, keys, values, far)[0]
+    return flash.flash_parts(q, plain_q, [*keys, prefix.keys], [*values, prefix.values], [*far, flash.ALL])[0]
+
+
 def window_attention(
     q: Tensor,
     plain_q: Tensor,
@@ -86,11 +113,13 @@ def window_attention(
     causal = bare and prefix is None and older == 0 and (window_len is None or tokens <= window_len)
     if bare and not causal and q.is_cuda and torch.compiler.is_compiling() and not backend.asked("attention"):
         form = "flex"
+    elif bare and not causal and _flashes(q):
+        return _flash(q, plain_q, [(k, v)], window_len or flash.CAUSAL, prefix)
     if form == "flex":
         from titanmem.ops.attention.flex import flex_window
 
         return flex_window(q, plain_q, k, v, window_len, prefix, visible, document)
-    if form == "sdpa" and causal:
+    if form in ("sdpa", "flash") and causal:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         return scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
     if form == "reference" or window_len is None or tokens <= window_len:
