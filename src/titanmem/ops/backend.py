@@ -22,7 +22,7 @@ _FORMS: dict[str, dict[str, str]] = {
     "attention": {
         "sdpa": "blocks of the window through torch's scaled_dot_product_attention, any device",
         "flash": "torch's FlashAttention kernels; by itself on a GPU in half precision, for rows without documents",
-        "flex": "FlexAttention, compiled for the GPU; by itself inside torch.compile in float32, without documents",
+        "flex": "FlexAttention, compiled for the GPU; by itself for windows inside torch.compile, without documents",
         "reference": "one dense mask; for tests and reading",
     },
     "loss": {
