@@ -15,12 +15,16 @@ import torch
 
 from support import small_model
 from titanmem.cli import main
+from titanmem.data.tokenizer import ByteTokenizer
 from titanmem.infer import Engine, Store
 
 
 @pytest.fixture
 def model(tmp_path):
-    small_model("mag", dtype=torch.float32, vocab_size=256).save(tmp_path / "model")
+    made = small_model("mag", dtype=torch.float32, vocab_size=256)
+    with torch.no_grad():
+        made.embedding.weight[ByteTokenizer().end] = 0  # never the likeliest: an answer ends where it is told to
+    made.save(tmp_path / "model")
     return str(tmp_path / "model")
 
 

@@ -63,6 +63,20 @@ def test_mac_attends_to_what_the_memory_says_and_then_writes(inner_residual):
     assert_close([y], [torch.cat(outputs, 1)])
 
 
+@pytest.mark.parametrize("open_gate", [True, False])
+def test_mag_is_both_sides_and_their_product_or_the_product_alone(open_gate):
+    model = small_model("mag", open_gate=open_gate, layers=1)
+    block = model.blocks[0]
+    generator = torch.Generator().manual_seed(1)
+    x = block.norm(torch.randn(2, 9, model.config.dim, generator=generator, dtype=torch.float64))
+    y, _, _ = block.mix(x, block.start(2), Context())
+    short, _ = block.window(x, block.window.start(2), prefix=block.prefix())
+    long, _ = block.memory.layer.run(x, block.memory.start(2, block.prefix()))
+    a, b = block.combine.norm_a(short), block.combine.norm_b(long)
+    product = a * b * b.sigmoid()
+    assert_close([y], [block.combine.out(a + b + block.combine.product * product if open_gate else product)])
+
+
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # asked by dynamo of every input
 def test_mac_compiles_one_segment_whatever_the_length():
     model = small_model("mac", dtype=torch.float32, layers=2, segment_len=SEGMENT, memory={"chunk_len": SEGMENT})

@@ -36,6 +36,7 @@ class BlockConfig(Config):
     num_persistent: int = 128
     persistent_memory: bool = True  # the memory reads the persistent tokens before the first token
     inner_residual: bool = True  # MAC and MAL: the second of memory and attention reads x + what the first says
+    open_gate: bool = True  # MAC and MAG: ⊗ lets both sides through besides their product
     rope_base: float = 10_000.0
 
     def __post_init__(self) -> None:
@@ -53,15 +54,23 @@ class Context:
 
 
 class Combine(nn.Module):
-    """a ⊗ b = RMSNorm(a) ∘ silu(RMSNorm(b)), projected: the gate of MAC and MAG."""
+    """The gate of MAC and MAG: a ⊗ b = (â + b̂ + s ∘ â ∘ silu(b̂)) W_O, with â, b̂ = RMSNorm(a), RMSNorm(b), and s = 0 at
+    first.
 
-    def __init__(self, dim: int) -> None:
+    Not `open` it is â ∘ silu(b̂) W_O, the paper's product. Through a product alone neither side says anything before the
+    other has learnt to hold still: MAC then learns recall late or never (docs/log.md).
+    """
+
+    def __init__(self, dim: int, open: bool = True) -> None:
         super().__init__()
         self.norm_a, self.norm_b = RMSNorm(dim), RMSNorm(dim)
+        self.product = nn.Parameter(torch.zeros(dim)) if open else None
         self.out = nn.Linear(dim, dim, bias=False)
 
     def forward(self, a: Tensor, b: Tensor) -> Tensor:
-        return self.out(self.norm_a(a) * silu(self.norm_b(b)))
+        a, b = self.norm_a(a), self.norm_b(b)
+        gated = a * silu(b)
+        return self.out(gated if self.product is None else a + b + self.product.to(a.dtype) * gated)
 
 
 class Block(nn.Module):

@@ -8,7 +8,7 @@
     row x₂      ■ ■ ■ | ■  ■  ·  ·  | ■  ■  ·  ·          h_j and x_j share a position, P has none
 
 With y alone, as the paper writes it (`inner_residual=False`), the memory sees a token only through what attention makes
-of it, and learnt little recall across segments (docs/log.md); in the product, x would turn the signs of what it says.
+of it, and learnt little recall across segments (docs/log.md).
 
 The second form reads a fixed number of memory tokens per segment with learned queries instead of one per token.
 """
@@ -108,7 +108,7 @@ class MACBlock(Block):
         self.memory = MemoryPart(replace(c, output_gate=False))
         self.read_norm = RMSNorm(config.dim)
         self.write_norm = RMSNorm(config.dim)
-        self.combine = Combine(config.dim)
+        self.combine = Combine(config.dim, config.open_gate)
         self.read: nn.Linear | None = None
         self.read_conv: nn.Parameter | None = None
         self.queries: nn.Parameter | None = None

@@ -23,7 +23,7 @@ class MAGBlock(Block):
         super().__init__(config)
         self.window = WindowAttention(config.dim, config.num_heads, config.window_len, config.rope_base)
         self.memory = MemoryPart(replace(config.memory, output_gate=False))
-        self.combine = Combine(config.dim)
+        self.combine = Combine(config.dim, config.open_gate)
 
     def memory_prefix(self) -> Tensor | None:
         """What the memory reads before the first token."""

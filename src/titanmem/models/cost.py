@@ -28,7 +28,7 @@ def block_parameters(config: TitansConfig, name: str) -> int:
     d, memory = config.dim, config.memory_config()
     assert config.mlp_width is not None
     total = 2 * d + 3 * d * config.mlp_width
-    attention, combine, persistent = 4 * d * d, 2 * d + d * d, config.num_persistent * d
+    attention, combine, persistent = 4 * d * d, (2 + config.open_gate) * d + d * d, config.num_persistent * d
     if name in FLA_LAYERS:
         return total + layer_parameters(name, d, config.num_heads)
     if name in PLAIN:

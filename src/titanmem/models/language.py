@@ -52,6 +52,7 @@ class TitansConfig(ModelConfig):
     num_persistent: int = 128
     persistent_memory: bool = True
     inner_residual: bool = True  # MAC and MAL
+    open_gate: bool = True  # MAC and MAG
     rope_base: float = 10_000.0
     tie_embeddings: bool = True
     summary_id: int | None = None  # a token whose representation alone answers what follows: MAD's compression
@@ -123,6 +124,7 @@ class TitansConfig(ModelConfig):
             num_persistent=self.num_persistent,
             persistent_memory=self.persistent_memory,
             inner_residual=self.inner_residual,
+            open_gate=self.open_gate,
             rope_base=self.rope_base,
         )
 

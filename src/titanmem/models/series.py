@@ -54,6 +54,7 @@ class SeriesConfig(ModelConfig):
     window_len: int | None = None  # patches that MAG and MAL see; default: those of a look-back window
     segment_len: int | None = None  # patches of MAC's segments; default: half a look-back window
     num_persistent: int = 0
+    open_gate: bool = True  # MAC and MAG
     skip: bool = True  # a linear map of the window is added to the forecast
     kind: str = "series"
 
@@ -98,8 +99,10 @@ class SeriesConfig(ModelConfig):
         return self.mixer not in (*LINEAR, "attention")
 
     def memory_config(self) -> MemoryConfig:
-        """Settings of every memory in the model: heads as wide as those of attention, a chunk for every window."""
-        mine = {"dim": self.dim, "num_heads": self.num_heads, "expansion": 2, "chunk_len": self.patches}
+        """Settings of every memory in the model: heads as wide as those of attention, a chunk for every window, or for
+        every segment of MAC."""
+        chunk = self.segment_len if self.mixer == "mac" else self.patches
+        mine = {"dim": self.dim, "num_heads": self.num_heads, "expansion": 2, "chunk_len": chunk}
         return MemoryConfig.from_dict({**mine, **self.memory})
 
     def block_config(self) -> BlockConfig:
@@ -114,6 +117,7 @@ class SeriesConfig(ModelConfig):
             window_len=self.window_len,
             segment_len=self.segment_len,
             num_persistent=self.num_persistent,
+            open_gate=self.open_gate,
         )
 
     def change(self, **changes: Any) -> Self:
