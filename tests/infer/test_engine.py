@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import torch
@@ -171,3 +172,18 @@ def test_surprise_is_the_probe_of_the_last_turn():
     norm = probes[1].surprise[0].square().sum((-1, -2)).sqrt()
     assert [s.layers[1].surprise for s in seen] == pytest.approx(norm.tolist(), rel=1e-4)
     assert seen[3].nll == pytest.approx(-float(logits[0, 2].log_softmax(-1)[ord("d")]), rel=1e-4)
+
+
+def test_a_session_whose_logits_are_not_finite_harms_no_other():
+    engine = byte_engine("lmm", batching="stacked")
+    sessions = [engine.session() for _ in range(3)]
+    for session in sessions:
+        session.append("abc")
+    sick = sessions[1].past
+    spoilt = sick.model.map(lambda x: torch.full_like(x, torch.nan) if x.is_floating_point() else x)
+    sessions[1] = Session(engine, replace(sick, model=spoilt))
+    with ThreadPoolExecutor(3) as pool:
+        futures = [pool.submit(session.generate, "d", 6, temperature=1.0, seed=2, stop_ids=()) for session in sessions]
+        with pytest.raises(ValueError, match="logits are not finite"):
+            futures[1].result()
+        assert futures[0].result().ids == futures[2].result().ids

@@ -46,6 +46,15 @@ def test_numbers_between_0_and_1_meet_every_token_as_often_as_it_is_likely():
     assert torch.allclose(found, (2 * logits[0]).softmax(-1), atol=2e-3)
 
 
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_logits_that_are_not_finite_are_refused(temperature):
+    model = small_model("lmm")
+    with torch.no_grad():
+        model.norm.scale[0] = torch.nan
+    with pytest.raises(ValueError, match="logits are not finite"):
+        model.generate(random_ids(1, 4), 2, temperature=temperature)
+
+
 def test_top_k_and_top_p_keep_the_likeliest():
     logits = torch.log(torch.tensor([[0.5, 0.1, 0.3, 0.1]]))
     assert torch.isfinite(filter_logits(logits, 2, None)).tolist() == [[True, False, True, False]]

@@ -17,7 +17,7 @@ from torch import Tensor
 from titanmem.config import require
 from titanmem.data.tokenizer import TextStream, Tokenizer
 from titanmem.infer.past import Call, Draw, Job, Past, Place, alone, draw_tokens
-from titanmem.models.generation import Sampling
+from titanmem.models.generation import Sampling, check_drawn
 from titanmem.state import ModelState
 
 
@@ -177,6 +177,7 @@ def answering(
             break
         if drawn is None:
             (drawn,) = draw_tokens([draw], [logits])
+        check_drawn(drawn, logits.shape[-1])
         seen.add(drawn)
         ids.append(drawn)
         if drawn in how.stop_ids:

@@ -75,17 +75,25 @@ def filter_logits(logits: Tensor, top_k: int | None, top_p: float | None) -> Ten
 
 def choose(logits: Tensor, how: Sampling, seen: Tensor | None, numbers: Tensor) -> Tensor:
     """The next token of every row from logits [B, V]: the one at which the probabilities, added up, pass the row's
-    number of [0, 1). `seen` [B, V] is asked for with a repetition penalty alone."""
+    number of [0, 1). `seen` [B, V] is asked for with a repetition penalty alone. Of a row with NaN or +∞ it is V."""
     logits = logits.float()
+    fine = (logits < torch.inf).all(-1)
     if how.repetition_penalty != 1:
         assert seen is not None
         logits = penalise(logits, seen, how.repetition_penalty)
     if how.temperature == 0:
-        return logits.argmax(-1)
+        return logits.argmax(-1).where(fine, logits.shape[-1])
     probability = filter_logits(logits / how.temperature, how.top_k, how.top_p).softmax(-1)
     total = probability.cumsum(-1, dtype=torch.float64)
     passed = torch.searchsorted(total, numbers.to(total).unsqueeze(1) * total[:, -1:], right=True)
-    return passed.squeeze(1)
+    return passed.squeeze(1).where(fine, logits.shape[-1])
+
+
+def check_drawn(token: int, vocab: int) -> None:
+    """Refuse what `choose` says of logits that are none."""
+    require(
+        token < vocab, "no token can be drawn: the model's logits are not finite; look at its weights and its state"
+    )
 
 
 @torch.no_grad()
@@ -123,6 +131,7 @@ def stream(
     for step in range(max_new_tokens):
         numbers = torch.cat([torch.rand(1, generator=generator) for generator in generators])
         token = torch.where(active, choose(logits, how, seen, numbers), token)
+        check_drawn(int(token.max()), vocab)
         yield Step(token, active, state)
         seen[torch.arange(batch, device=ids.device), token] = True
         active = active & ~_stopped(token, active, texts, how, decode)
