@@ -12,14 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from titanmem.ops import backend
+
 ALL, CAUSAL = 0, -1  # what a row sees of a group: every key; those up to itself; or, as a number, the last so many
 FOLD = 512  # queries that go over ALL keys together on the way back, where programs are dealt out by keys
 
 
 def fits(q: Tensor) -> bool:
-    """Whether the kernels take queries [B, T, H, D]."""
-    width = q.shape[-1]
-    return q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and width % 8 == 0 and width <= 256
+    """Whether the kernels take queries [B, T, H, D]. They want a GPU like our own do."""
+    half, width = q.dtype in (torch.bfloat16, torch.float16), q.shape[-1]
+    return q.is_cuda and half and width % 8 == 0 and width <= 256 and backend.machine() is None
 
 
 def flash(q: Tensor, k: Tensor, v: Tensor, reach: int) -> tuple[Tensor, Tensor]:
