@@ -118,11 +118,14 @@ def main() -> None:
     parser.add_argument("--blocks", nargs="+", default=["mac"], help="mac, lmm, … (default: mac)")
     parser.add_argument("--tokens", type=int, default=64, help="drawn by each session (default: 64)")
     parser.add_argument("--repeats", type=int, default=2)
-    parser.add_argument("--ways", nargs="+", help="graphs, launches, exact, stacked (default: both of the device)")
+    parser.add_argument("--ways", nargs="+", help="exact, stacked; on a GPU launches, graphs (default: both)")
     parser.add_argument("--sessions", nargs="+", type=int, help="default: 1 4 16, on a GPU 1 8 32")
     parser.add_argument("--device", choices=list(WAYS), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path, help="default: benchmarks/results/session_batching.json, or …_cuda.json")
     given = parser.parse_args()
+    ways = given.ways or list(WAYS[given.device])
+    if not set(ways) <= set(WAYS[given.device]):
+        parser.error(f"--ways on {given.device} are {', '.join(WAYS[given.device])}, got {', '.join(ways)}")
     out = (
         given.out or Path(__file__).parent / f"results/session_batching{'_cuda' if given.device == 'cuda' else ''}.json"
     )
@@ -130,8 +133,8 @@ def main() -> None:
     records: list[dict[str, Any]] = []
     for block in given.blocks:
         records += measure(
-            f"{block}-{given.size}", given.device, given.tokens, given.repeats,
-            given.ways or list(WAYS[given.device]), given.sessions or list(SESSIONS[given.device]),
+            f"{block}-{given.size}", given.device, given.tokens, given.repeats, ways,
+            given.sessions or list(SESSIONS[given.device]),
         )  # fmt: skip
         result = {"machine": about, "tokens": given.tokens, "best_of": given.repeats, "records": records}
         out.parent.mkdir(parents=True, exist_ok=True)

@@ -8,6 +8,7 @@ import torch
 import titanmem
 from support import assert_close, assert_same_state, randomise
 from titanmem.models.series import MIXERS, TREND, Forecaster, SeriesConfig
+from titanmem.state import FastWeights, parts
 
 MEMORIES = ["lmm", "mac", "mag", "mal"]
 
@@ -36,6 +37,14 @@ def test_windows_in_a_chain_are_windows_one_by_one(mixer):
     assert_same_state(state, end)
     fresh, _ = model(x[:, 12:24])
     assert (fresh - parts[1]).abs().max() > 1e-6  # what the memory learnt changes the forecast
+
+
+def test_the_memory_of_mac_ends_its_chunks_with_its_segments():
+    config = SeriesConfig(mixer="mac")
+    assert config.memory_config().chunk_len == config.segment_len
+    assert config.patches % config.segment_len == 0
+    _, state = config.build()(torch.randn(1, 96, 1))
+    assert all(fast.pending is None for fast in parts(state, FastWeights))  # what a CUDA graph can be made of
 
 
 @pytest.mark.parametrize("mixer", MEMORIES)

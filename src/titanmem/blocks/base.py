@@ -57,14 +57,14 @@ class Combine(nn.Module):
     """The gate of MAC and MAG: a ⊗ b = (â + b̂ + s ∘ â ∘ silu(b̂)) W_O, with â, b̂ = RMSNorm(a), RMSNorm(b), and s = 0 at
     first.
 
-    Not `open` it is â ∘ silu(b̂) W_O, the paper's product. Through a product alone neither side says anything before the
-    other has learnt to hold still: MAC then learns recall late or never (docs/log.md).
+    Without `open_gate` it is â ∘ silu(b̂) W_O, the paper's product. Through a product alone neither side says anything
+    before the other has learnt to hold still: MAC then learns recall late or never (docs/log.md).
     """
 
-    def __init__(self, dim: int, open: bool = True) -> None:
+    def __init__(self, dim: int, open_gate: bool) -> None:
         super().__init__()
         self.norm_a, self.norm_b = RMSNorm(dim), RMSNorm(dim)
-        self.product = nn.Parameter(torch.zeros(dim)) if open else None
+        self.product = nn.Parameter(torch.zeros(dim)) if open_gate else None
         self.out = nn.Linear(dim, dim, bias=False)
 
     def forward(self, a: Tensor, b: Tensor) -> Tensor:

@@ -102,6 +102,12 @@ def choose(operation: str) -> str:
     return explain(operation)[0]
 
 
+def runs_kernels(operation: str, x: torch.Tensor) -> bool:
+    """Whether the Triton form of an operation is chosen and can run where x is."""
+    chosen = choose(operation) == "triton" and machine() is None
+    return chosen and x.dtype != torch.float64 and (x.is_cuda or interpreted())
+
+
 @contextmanager
 def backend(**choice: str) -> Iterator[None]:
     """Choose forms within a block: `with titanmem.backend(memory="reference"): ...`."""

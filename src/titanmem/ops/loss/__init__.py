@@ -23,16 +23,10 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, most: i
     if torch.is_autocast_enabled(hidden.device.type):
         half = torch.get_autocast_dtype(hidden.device.type)
         hidden, weight = hidden.to(half), weight.to(half)
-    kernel = _kernel_fits(hidden)
+    kernel = backend.runs_kernels("loss", hidden)
     most = most or (MOST_HALF if kernel and hidden.element_size() == 2 else MOST)
     loss: Tensor = _LinearCrossEntropy.apply(hidden.flatten(0, -2), weight, labels.flatten(), most, kernel)
     return loss
-
-
-def _kernel_fits(hidden: Tensor) -> bool:
-    if backend.choose("loss") != "triton" or hidden.dtype == torch.float64:
-        return False
-    return backend.machine() is None and (hidden.is_cuda or backend.interpreted())
 
 
 def _errors(x: Tensor, weight: Tensor, labels: Tensor, kernel: bool, write: bool) -> tuple[Tensor, Tensor | None]:

@@ -41,7 +41,8 @@ def conv_streams(
 ) -> tuple[tuple[Tensor, ...], ConvState | None]:
     """x [B, T, S · heads · width] is cut at ±limit, convolved (`causal_conv`; not without weight), activated, and split
     into S streams [B, T, heads, width], the first `normed` of them with unit rows."""
-    if weight is not None and state is not None and _kernels_fit(x, width):
+    kernels = x.shape[1] > 1 and width <= 256 and backend.runs_kernels("streams", x)
+    if weight is not None and state is not None and kernels:
         from titanmem.ops.streams.custom_op import stream_scan
 
         since = layout.since_start(x.shape[1])
@@ -54,9 +55,3 @@ def conv_streams(
     parts = silu(x).unflatten(-1, (-1, heads, width))
     unit = unit_rows(parts[:, :, :normed])
     return (*unit.unbind(2), *parts[:, :, normed:].unbind(2)), state
-
-
-def _kernels_fit(x: Tensor, width: int) -> bool:
-    if backend.choose("streams") != "triton" or x.shape[1] == 1 or width > 256 or x.dtype == torch.float64:
-        return False
-    return backend.machine() is None and (x.is_cuda or backend.interpreted())
