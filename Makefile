@@ -11,6 +11,7 @@ quickstart: .venv/ready          ## train small models for about five minutes, s
 
 test: .venv/ready                ## the tests
 	$(BIN)/python -m pytest -n auto
+	$(MAKE) test-browser
 
 test-slow: .venv/ready           ## the long tests too
 	$(BIN)/python -m pytest -n auto -m "not browser" --durations=15

@@ -139,6 +139,7 @@ class State:
 
     def save(self, path: str | Path) -> None:
         """Write one safetensors file, aside and then renamed, so that a crash leaves the old file whole."""
+        from safetensors import SafetensorError
         from safetensors.torch import save_file
 
         held = {name: x.detach().cpu().contiguous().clone() for name, x in self.tensors()}
@@ -146,7 +147,11 @@ class State:
         target.parent.mkdir(parents=True, exist_ok=True)
         aside = target.with_name(target.name + ".part")
         about = {"format": FORMAT, "version": str(VERSION), "tree": json.dumps(_describe(self))}
-        save_file(held, aside, metadata=about)
+        try:
+            save_file(held, aside, metadata=about)
+        except SafetensorError as error:  # a full disk, for instance
+            aside.unlink(missing_ok=True)
+            raise OSError(f"cannot write {target}: {error}") from error
         aside.replace(target)
 
     @classmethod
@@ -156,6 +161,8 @@ class State:
 
         if not Path(path).exists():
             raise FileNotFoundError(f"no state file at {path}")
+        if not Path(path).is_file():
+            raise ValueError(f"{path} is no file; give the one that save wrote")
         try:
             with safe_open(path, "pt", device=str(device)) as file:
                 about = file.metadata() or {}

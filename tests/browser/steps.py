@@ -14,7 +14,7 @@ def read(page, text: str = TEXT) -> None:
     """Let the open session read a text to its end."""
     page.get_by_label("Text to read", exact=True).fill(text)
     page.get_by_role("button", name="Read", exact=True).click()
-    expect(page.locator("#status")).to_have_text(re.compile("^read, "), timeout=20_000)
+    expect(page.locator("#status")).to_have_text(re.compile("^read, "))
 
 
 def tab(page, name: str) -> None:

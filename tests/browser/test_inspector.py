@@ -156,7 +156,7 @@ def test_a_piece_that_failed_is_sent_again(watched, server, page):
     wanted = "Too many requests. Try again in 1 s. What is left of the text stays here."
     expect(page.locator("#reader-error")).to_have_text(wanted)
     page.get_by_role("button", name="Go on").click()
-    expect(page.locator("#status")).to_have_text(re.compile("^read, "), timeout=20_000)
+    expect(page.locator("#status")).to_have_text(re.compile("^read, "))
     expect(page.locator("#reader-error")).to_have_text("")
     assert page.locator(".text").text_content() == TEXT * 4
     assert sent[3] == sent[2] == sent[1]

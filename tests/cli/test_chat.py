@@ -72,6 +72,16 @@ def test_commands_do_what_they_say(model, monkeypatch, capsys):
     assert "other" in listed
 
 
+def test_what_a_mark_took_back_cannot_be_brought_back(model, monkeypatch, capsys):
+    said = chat(
+        monkeypatch, capsys, model, "one", "/mark a", "two", "three", "/forget a", "/info", "/forget", "/forget"
+    )
+    turns = [line for line in said.err.splitlines() if "forgotten" in line]
+    assert len(turns) == 2
+    assert ", 0 tokens" in turns[1]
+    assert "0 turns can be taken back, not 1" in said.err
+
+
 def test_sessions_travel_as_files(model, monkeypatch, capsys, tmp_path):
     chat(monkeypatch, capsys, model, "hello", options=("--session", "a"))
     file = str(tmp_path / "a.session")

@@ -54,6 +54,15 @@ def test_any_text_round_trips_and_never_holds_the_end(tokenizers, kind, text):
     assert tokenizer.encode_arrays([text])[0].tolist() == ids
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_token_has_its_bytes_and_halves_of_characters_are_question_marks(tokenizers, kind):
+    tokenizer = pick(tokenizers, kind)
+    ids = tokenizer.encode("é日 the cat")
+    assert b"".join(tokenizer.token_bytes(i) for i in ids).replace(b" ", b"") == "é日thecat".encode()
+    assert tokenizer.token_bytes(tokenizer.end) == b""
+    assert tokenizer.encode("a\ud800b") == tokenizer.encode("a?b")
+
+
 def test_bytes_drop_what_would_end_a_document():
     assert ByteTokenizer().encode("a\0b") == [97, 98]
 

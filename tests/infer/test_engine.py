@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -10,6 +12,7 @@ import torch
 
 from small import byte_engine, same
 from support import BLOCK_CASES, assert_same_state
+from titanmem.infer.answer import Answer
 from titanmem.infer.past import cut
 from titanmem.infer.session import Session
 from titanmem.models.generation import stream
@@ -61,6 +64,32 @@ def test_company_changes_no_answer(batching, case):
             assert same(alone.past, session.past)
         else:
             assert_same_state(session.past.model, alone.past.model, 1e-3)
+
+
+@pytest.mark.parametrize("case", ["lmm", "mac"])
+def test_thirty_two_sessions_at_random_places_answer_as_each_alone(case):
+    """Sessions join and leave between steps, somewhere within their chunks and segments."""
+    draw = random.Random(0)
+    texts = [bytes(draw.choices(range(97, 123), k=draw.randint(1, 30))).decode() for _ in range(32)]
+    lengths = [draw.randint(3, 30) for _ in texts]
+    waits = [draw.random() * 0.3 for _ in texts]
+
+    def talk(session: Session, number: int, wait: float = 0.0) -> Answer:
+        session.append(texts[number])
+        time.sleep(wait)
+        return session.generate("", lengths[number], temperature=0, stop_ids=(), logprobs=256)
+
+    engine = byte_engine(case, batching="stacked", most_rows=32)
+    with ThreadPoolExecutor(32) as pool:
+        together = list(pool.map(lambda n: talk(engine.session(), n, waits[n]), range(32)))
+    assert engine.work.forwards < engine.work.drawn / 4
+    single = byte_engine(case)
+    for number, answer in enumerate(together):
+        alone = talk(single.session(), number)
+        assert answer.ids == alone.ids
+        for one, other in zip(answer.tokens, alone.tokens, strict=True):
+            found, expected = dict(one.likely), dict(other.likely)
+            assert max(abs(found[i] - expected[i]) for i in expected) < 1e-4
 
 
 def test_frozen_sessions_keep_their_memory():

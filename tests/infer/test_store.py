@@ -6,10 +6,12 @@ import json
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from small import byte_engine, byte_model, same
@@ -17,6 +19,7 @@ from titanmem.data.tokenizer import ByteTokenizer
 from titanmem.infer import Conflict, Engine, Quota, QuotaExceeded, SessionBusy, Store
 from titanmem.infer import snapshot as snapshots
 from titanmem.infer.store import NameTaken, UnknownSession
+from titanmem.infer.tokenlog import NotWritten
 
 
 def talk(session, turns: range) -> None:
@@ -219,9 +222,15 @@ def test_quotas_names_and_expiry(tmp_path):
     small = Store(tmp_path, engine, quota=Quota(bytes=10_000))
     with pytest.raises(QuotaExceeded, match="of 10,000 allowed"):
         small.create("d")
-    tight = Store(tmp_path, engine, quota=Quota(bytes=store.info("a").bytes + store.info("b").bytes + 10))
-    with tight.open("b") as other, pytest.raises(QuotaExceeded, match="this one would take about"):
-        other.mark("too much")
+    with small.open("b") as other, pytest.raises(QuotaExceeded, match="of 10,000 allowed"):
+        other.append("x")
+    tight = Store(tmp_path, engine, quota=Quota(bytes=4 * engine.start.nbytes + 10))  # two snapshots for each
+    with tight.open("b") as other:
+        other.append("x")
+        with pytest.raises(QuotaExceeded, match="more are needed"):
+            other.mark("too much")
+    with pytest.raises(QuotaExceeded, match=r"counts for [\d,]+ at least"):
+        tight.create("c")
     assert store.expire(3600) == []
     assert store.expire(0) == ["b"]  # `a` is open
     assert len(list(tmp_path.glob("*/session.json"))) == 1
@@ -248,9 +257,14 @@ def test_a_text_with_a_key_is_read_once(tmp_path):
             assert same(session.past, plain.past)
             with pytest.raises(Conflict, match="'3' was used with another text, of 6 tokens; this has 7"):
                 session.append("another", key="3")
+            for key in ("1", "3"):
+                with pytest.raises(Conflict, match=f"'{key}' was used with another text, of 6 tokens; this has 6"):
+                    session.append("other ", key=key)
         with store.open("a") as session:  # another process: keys before and behind the snapshot are known
             for key, text in (("2", "second "), ("3", "third ")):
                 session.append(text, key=key)
+                with pytest.raises(Conflict, match="was used with another text"):
+                    session.append(text.upper(), key=key)
             assert session.tokens == 19
             session.forget_since(13)
             session.append("third ", key="3")
@@ -286,6 +300,7 @@ def test_files_that_are_no_state_of_the_model_are_refused(tmp_path):
         replace(fast, pending=replace(fast.pending, offset=torch.tensor([1000]))),
         replace(fast, pending=replace(fast.pending, offset=torch.tensor([3]))),  # other than the next layer's
         replace(fast, pending=(1, 2)),
+        replace(fast, start_weight=tuple(w / 0 for w in fast.start_weight)),
     ]
     others = [replace(past.model.blocks[0], fast=wrong) for wrong in bad] + [replace(past.model.blocks[0], held=3)]
     models = [replace(past.model, blocks=(block, *past.model.blocks[1:])) for block in others]
@@ -303,6 +318,8 @@ def test_files_that_are_no_state_of_the_model_are_refused(tmp_path):
     save_file({"x": torch.zeros(1)}, tmp_path / "tree", {"format": "titanmem.state", "version": "1", "tree": "[3]"})
     with pytest.raises(ValueError, match="does not describe a state"):
         store.import_file(tmp_path / "tree")
+    with pytest.raises(ValueError, match="is no file"):
+        store.import_file(tmp_path)
     assert store.sessions() == []
     assert engine.graphs  # a bad file costs nobody anything
     session.append("still works")
@@ -336,6 +353,88 @@ def test_what_cannot_be_written_leaves_the_session_as_it_was(tmp_path, monkeypat
         with pytest.warns(UserWarning, match="goes on without a new snapshot: .*no room"):
             session.close()
     assert same(store.open("a").past, past)
+
+
+def test_a_disk_that_is_full_ends_neither_closing_nor_deleting(tmp_path, monkeypatch):
+    store = Store(tmp_path, byte_engine("lmm"), snapshot_seconds=0.0)
+    session = store.create("a")
+
+    def full(*_, **__):
+        raise SafetensorError("Error while serializing: No space left on device (os error 28)")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("safetensors.torch.save_file", full)
+        with pytest.warns(UserWarning, match="goes on without a new snapshot: .*No space left"):
+            assert session.append("kept") == 4
+        for call in (session.save, session.mark):
+            with pytest.raises(NotWritten, match="No space left"):
+                call()
+        with pytest.warns(UserWarning, match="without a new snapshot"):
+            session.close()
+    with store.open("a") as session:
+        assert session.tokens == 4
+    forget, tries = store._forget_row, []
+
+    def once(id: str) -> None:
+        tries.append(id)
+        if len(tries) == 1:
+            raise NotWritten("database or disk is full")
+        forget(id)
+
+    monkeypatch.setattr(store, "_forget_row", once)
+    store.delete("a")
+    assert store.sessions() == []
+    assert [path for path in tmp_path.iterdir() if path.is_dir()] == []
+
+
+def test_opening_while_others_delete_finds_a_session_or_none(tmp_path):
+    with byte_engine("lmm") as engine:
+        found = []
+
+        def work(number: int) -> None:
+            with Store(tmp_path, engine) as store:
+                for turn in range(25):
+                    try:
+                        if (number + turn) % 3:
+                            with store.open("a", create=True) as session:
+                                session.append("x")
+                            found.append(True)
+                        else:
+                            store.delete("a")
+                    except (SessionBusy, UnknownSession):
+                        continue
+
+        with ThreadPoolExecutor(3) as pool:
+            list(pool.map(work, range(3)))
+        assert found
+        with Store(tmp_path, engine) as store:
+            known = {info.id for info in store.sessions()}
+        assert {path.name for path in tmp_path.iterdir() if path.is_dir()} == known
+
+
+def test_marks_can_be_dropped(tmp_path):
+    with byte_engine("lmm") as engine, Store(tmp_path, engine) as store:
+        for session in (store.create("a"), engine.session()):
+            session.append("abc")
+            session.mark("one")
+            session.append("def")
+            session.drop_mark("one")
+            assert session.marks == {}
+            assert session.tokens == 6
+            with pytest.raises(ValueError, match="there is no mark 'one'; known: none"):
+                session.drop_mark("one")
+
+
+@pytest.mark.parametrize("ids", [[1.7], ["1"], [None]])
+def test_ids_are_whole_numbers(ids):
+    with pytest.raises(ValueError, match="ids are whole numbers"):
+        byte_engine("lmm").session().append(ids)
+
+
+def test_a_damaged_database_is_named(tmp_path):
+    (tmp_path / "sessions.sqlite").write_bytes(b"noise" * 2000)
+    with pytest.raises(ValueError, match=r"sessions\.sqlite cannot be read"):
+        Store(tmp_path)
 
 
 def test_processes_that_start_together_share_a_store(tmp_path):

@@ -20,13 +20,14 @@ from titanmem.serve.service import Limits, Service
 
 @contextmanager
 def serving(
-    folder: Path, case: str = "mag", limits: Limits | None = None, batching: str = "exact", quota: Quota | None = None
-) -> Iterator[tuple[Service, str]]:
+    folder: Path, case: str = "mag", limits: Limits | None = None, batching: str = "exact", quota: Quota | None = None,
+    local: bool = True,
+) -> Iterator[tuple[Service, str]]:  # fmt: skip
     """A service and its address."""
     tokenizer = ByteTokenizer()
     with Engine(byte_model(case), tokenizer, name="small", piece=12, batching=batching) as engine:
         store = Store(folder, engine, quota=quota)
-        service = Service(engine, store, ChatTemplate(tokenizer), limits)
+        service = Service(engine, store, ChatTemplate(tokenizer), limits, local=local)
         config = uvicorn.Config(make_app(service), port=0, log_level="error", timeout_graceful_shutdown=5)
         server = uvicorn.Server(config)
         thread = Thread(target=server.run, daemon=True)

@@ -171,6 +171,10 @@ def test_requests_that_cannot_be_met_say_why(server):
         ("/v1/completions", ask | {"stop": [""]}, 400, "bad_stop"),
         ("/v1/completions", b"{", 422, "invalid_type"),
         ("/v1/completions", b'{"prompt": "\xff"}', 400, "invalid_json"),
+        ("/v1/completions", ask | {"prompt": "half \ud800"}, 422, "invalid_type"),
+        ("/v1/completions", ask | {"\udfff": 1}, 422, "invalid_type"),
+        ("/v1/chat/completions", chat | {"stop": "\ud800"}, 422, "invalid_type"),
+        ("/v1/sessions", {"text": "\ud800"}, 422, "invalid_type"),
         ("/v1/completions", ask | {"n": True}, 422, "invalid_type"),
         ("/v1/completions", ask | {"session": ""}, 422, "invalid_type"),
         ("/v1/completions", ask | {"session": {"name": "left", "expect": 3}}, 409, "session_moved_on"),
@@ -193,8 +197,45 @@ def test_requests_that_cannot_be_met_say_why(server):
     wrong = call(address, "/v1/completions", b"prompt=x", **{"Content-Type": "application/x-www-form-urlencoded"})
     assert refused(wrong, 422, "invalid_type")
     assert "Content-Type: application/json" in wrong[1]["error"]["message"]
-    for headers in ({"Host": "rebound.example"}, {"Origin": "https://elsewhere.example"}):
+    for headers in ({"Host": "rebound.example"}, {"Origin": "https://elsewhere.example"}, {"Origin": "null"}):
         assert refused(call(address, "/v1/models", **headers), 403, "not_local")
+
+
+def test_forks_expect_a_place_and_leave_nothing(server):
+    _, address = server
+    call(address, "/v1/sessions", {"name": "f", "text": "abc"})
+    ask = {"model": "small", "prompt": "x", "max_tokens": 2, "n": 2, "session": {"name": "f", "policy": "fork"}}
+    for expect, status in ((3, 200), (2, 409)):
+        assert call(address, "/v1/completions", ask | {"session": ask["session"] | {"expect": expect}})[0] == status
+    assert call(address, "/v1/completions", ask | {"session": {"name": "none", "policy": "fork"}})[0] == 200
+    assert [one["name"] for one in call(address, "/v1/sessions")[1]["data"]] == ["f"]
+    call(address, "/v1/sessions/f/marks", {"name": "m"})
+    assert call(address, "/v1/sessions/f/marks/m", method="DELETE")[1]["marks"] == {}
+    call(address, "/v1/sessions/f", method="DELETE")
+
+
+def test_without_a_key_in_force_only_this_machine_is_served(tmp_path):
+    with serving(tmp_path, local=False) as (service, address):
+        _, secret = service.keys.create("ann")
+        assert call(address, "/v1/sessions", key=secret)[0] == 200
+        service.keys.revoke("ann")
+        for headers in ({}, {"Host": "localhost"}):
+            assert refused(call(address, "/v1/sessions", **headers), 401, "invalid_api_key")
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_answers_that_outlast_a_shutdown_say_so(stream, tmp_path):
+    with serving(tmp_path) as (service, address), ThreadPoolExecutor(1) as pool:
+        ask = {"model": "small", "prompt": "abc", "max_tokens": 4000, "session": "s", "stream": stream}
+        waiting = pool.submit(call, address, "/v1/completions", ask, raw=True)
+        while service.engine.work.drawn < 5:
+            time.sleep(0.01)
+        service.draining = True
+        service.hurry()
+        status, body = waiting.result(timeout=60)
+        assert status == (200 if stream else 503)
+        assert b'"code": "shutting_down"' in body or b'"code":"shutting_down"' in body
+        assert service.store.info("s").tokens > 5
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -361,8 +402,13 @@ def test_a_killed_server_comes_back_with_all_it_acknowledged(tmp_path):
 def test_other_machines_are_let_in_with_a_key_only(tmp_path, capsys):
     model = str(tmp_path / "model")
     byte_model("lmm").save(model)
-    assert main(["serve", model, "--host", "0.0.0.0"]) == 2
-    assert "there is no API key; make one first: titanmem keys create" in capsys.readouterr().err
+    store = str(tmp_path / "here")
+    assert main(["serve", model, "--host", "0.0.0.0", "--store", store]) == 2
+    made = f"there is no API key; make one first: titanmem keys create {model} NAME --store {store}"
+    assert made in capsys.readouterr().err
+    for option, wrong in (("--port", "99999"), ("--most-gib", "inf"), ("--expire-days", "0")):
+        assert main(["serve", model, option, wrong]) == 2
+        assert option in capsys.readouterr().err
     assert main(["keys", "create", model, "laptop"]) == 0
     secret = capsys.readouterr().out.splitlines()[0]
     assert main(["keys", "list", model]) == 0

@@ -57,6 +57,28 @@ def test_rows_ask_for_the_answer_and_the_end():
         assert BYTES.decode(row[where + 1 :].tolist()) == BYTES.decode(asked[:-1])
 
 
+def test_all_of_several_needles_are_asked_and_their_answers_stand_in_the_text():
+    task = Needle(BYTES)
+    level = {"length": 1100, "needles": 3}
+    for number in range(5):
+        sample = task.sample(level, generator_of(number))
+        row = task.row(sample)
+        text = BYTES.decode(sample.prompt)
+        asked = re.findall(r"for (\S+) mentioned in the provided text\?", text)
+        answers = [re.search(rf"for {key} is: (\d{{7}})\. ", text)[1] for key in asked]
+        assert len(set(asked)) == 3
+        assert len(row.ids) == level["length"] - 1
+        assert BYTES.decode(row.targets[row.targets >= 0].tolist()) == "".join(f" {answer}" for answer in answers)
+        following = torch.cat([row.ids[1:], torch.tensor([BYTES.end])])
+        assert torch.equal(following[row.targets >= 0], row.targets[row.targets >= 0])
+
+
+@pytest.mark.parametrize("needles", [0, -1, 1.5, True, "2"])
+def test_needles_that_are_no_count_are_refused(needles):
+    with pytest.raises(ValueError, match="needles is a whole number from 1 on"):
+        Needle(BYTES).check({"length": 2000, "needles": needles})
+
+
 def test_a_length_that_holds_only_short_keys_is_refused_before_the_first_row():
     task = Needle(BYTES)
     with pytest.raises(ValueError, match=r"at least (\d+) tokens") as refused:

@@ -159,6 +159,8 @@ class Chat:
     def forget(self, given: str) -> None:
         if given and not given.isdigit():
             self.session.forget_since(given)
+            left = [past for past in self.before if past.tokens < self.session.tokens]
+            self.before = deque(left, maxlen=UNDO)  # turns that are forgotten cannot be taken back
         else:
             count = int(given or 1)
             if not 1 <= count <= len(self.before):

@@ -37,8 +37,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    from titanmem.config import require
     from titanmem.data.packages import load_package
 
+    require(0 <= arguments.port < 65_536, f"--port is a number from 0 to 65535, got {arguments.port}")
+    for name in ("most_gib", "most_body_mib", "expire_days"):
+        value = getattr(arguments, name)
+        require(
+            value is None or 0 < value < 1e9,
+            f"--{name.replace('_', '-')} is more than 0 and less than a billion, got {value}",
+        )
+    require(0 <= arguments.drain_seconds < 1e6, f"--drain-seconds is not negative, got {arguments.drain_seconds}")
     load_package("fastapi", "titanmem serve", "serve")
     load_package("uvicorn", "titanmem serve", "serve")
     from titanmem.infer import Engine, Quota, Store
@@ -56,16 +65,18 @@ def run(arguments: argparse.Namespace) -> int:
     quota = Quota(sessions=arguments.most_sessions, bytes=int(arguments.most_gib * 2**30))
     with engine, Store(folder, engine, quota=quota, bits=arguments.snapshot_bits) as store:
         keyed = Keys(store).any()
-        if not is_local(f"[{arguments.host}]" if ":" in arguments.host else arguments.host) and not keyed:
-            raise ValueError(
-                f"--host {arguments.host} lets others in, and there is no API key; make one first: "
-                f"titanmem keys create {arguments.model} NAME"
-            )
+        local = is_local(f"[{arguments.host}]" if ":" in arguments.host else arguments.host)
+        at = "" if arguments.store is None else f" --store {arguments.store}"
+        require(
+            local or keyed,
+            f"--host {arguments.host} lets others in, and there is no API key; make one first: "
+            f"titanmem keys create {arguments.model} NAME{at}",
+        )
         limits = Limits(
             requests=arguments.most_requests, prompt_tokens=arguments.most_prompt, new_tokens=arguments.most_tokens,
             body_bytes=int(arguments.most_body_mib * 2**20), open_sessions=arguments.most_open,
         )  # fmt: skip
-        service = Service(engine, store, ChatTemplate.load(arguments.model, engine.words()), limits)
+        service = Service(engine, store, ChatTemplate.load(arguments.model, engine.words()), limits, local=local)
         days = arguments.expire_days
         app = make_app(service, None if days is None else days * 86_400)
         print(f"{engine.name} on {engine.device}, {engine.batching} batching, sessions in {folder}", flush=True)

@@ -7,6 +7,7 @@ import re
 import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ DNA_FILE = "tokenizer_dna.json"
 END = "<|endoftext|>"
 # What the end of a document is called, by how specific the name is: some vocabularies hold several of them.
 END_NAMES = [END, "</s>", "<|end_of_text|>", "<eos>", "<|eos|>", "<｜end▁of▁sentence｜>", "[EOS]", "[SEP]"]
+_BYTE = re.compile("<0x([0-9A-F]{2})>")  # SentencePiece's name of a byte
 BROKEN = "\ufffd"  # what a decoder writes for bytes that are no character, or not yet
 
 
@@ -47,6 +49,10 @@ class Tokenizer(ABC):
         """The text of ids; `end`, other control ids and those beyond vocab_size give none, incomplete characters give
         U+FFFD."""
 
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes of one id, also where it is a part of a character; control ids have none."""
+        return self.decode([token]).encode()
+
     @abstractmethod
     def save(self, folder: str | Path) -> None:
         """Write a folder for `load_tokenizer`."""
@@ -67,6 +73,9 @@ class ByteTokenizer(Tokenizer):
 
     def decode(self, ids: Sequence[int]) -> str:
         return bytes(i for i in ids if i != self.end and i < self.vocab_size).decode(errors="replace")
+
+    def token_bytes(self, token: int) -> bytes:
+        return bytes(i for i in [token] if i != self.end and i < self.vocab_size)
 
     def save(self, folder: str | Path) -> None:
         Path(folder).mkdir(parents=True, exist_ok=True)
@@ -94,11 +103,22 @@ class JsonTokenizer(Tokenizer):
         backend.no_padding()
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        found = [one.ids for one in self.backend.encode_batch_fast(list(texts), add_special_tokens=False)]
+        whole = [_characters(text) for text in texts]
+        found = [one.ids for one in self.backend.encode_batch_fast(whole, add_special_tokens=False)]
         return [[i for i in ids if i != self.end] if self.end in ids else ids for ids in found]
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(self.backend.decode([int(i) for i in ids], skip_special_tokens=True))
+
+    def token_bytes(self, token: int) -> bytes:
+        text = self.decode([token])
+        if BROKEN not in text:
+            return text.encode()
+        name = self.backend.id_to_token(token)
+        if (single := _BYTE.fullmatch(name)) is not None:
+            return bytes([int(single[1], 16)])
+        letters = _byte_letters()
+        return bytes(letters[c] for c in name) if all(c in letters for c in name) else text.encode()
 
     def save(self, folder: str | Path) -> None:
         Path(folder).mkdir(parents=True, exist_ok=True)
@@ -123,14 +143,36 @@ class PieceTokenizer(Tokenizer):
         require(self.end >= 0, f"{path} has no end-of-sentence id; train the model with eos_id set")
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        return [[i for i in self.backend.encode(text) if i != self.end] for text in texts]
+        return [[i for i in self.backend.encode(_characters(text)) if i != self.end] for text in texts]
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(self.backend.decode([int(i) for i in ids if i < self.vocab_size]))
 
+    def token_bytes(self, token: int) -> bytes:
+        single = _BYTE.fullmatch(self.backend.id_to_piece(int(token))) if token < self.vocab_size else None
+        return super().token_bytes(token) if single is None else bytes([int(single[1], 16)])
+
     def save(self, folder: str | Path) -> None:
         Path(folder).mkdir(parents=True, exist_ok=True)
         shutil.copyfile(self.path, Path(folder) / "tokenizer.model")
+
+
+@cache
+def _byte_letters() -> dict[str, int]:
+    """The letters that byte-level vocabularies (GPT-2's and later) write for bytes: those that can be printed stand for
+    themselves, the others follow behind 255."""
+    kept = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in kept]
+    return {chr(byte): byte for byte in kept} | {chr(256 + at): byte for at, byte in enumerate(others)}
+
+
+def _characters(text: str) -> str:
+    """Half of a surrogate pair, which no tokenizer takes, becomes a question mark as in bytes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode(errors="replace").decode()
+    return text
 
 
 def load_tokenizer(spec: str | Path) -> Tokenizer:

@@ -16,7 +16,6 @@ import fcntl
 import json
 import os
 import shutil
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -27,7 +26,7 @@ from titanmem.data.shards import writing
 from titanmem.infer import snapshot
 from titanmem.infer.engine import Engine, Identity
 from titanmem.infer.past import Past
-from titanmem.infer.tokenlog import NotWritten, Record, TokenLog, keys_in, replaying, scan, until
+from titanmem.infer.tokenlog import Given, Key, NotWritten, Record, TokenLog, add_keys, replaying, scan, until
 
 FORMAT = 1
 MANIFEST = "session.json"
@@ -58,7 +57,7 @@ class Manifest:
     bases: tuple[Base, ...] = ()  # oldest first
     marks: dict[str, Base] = field(default_factory=dict)  # their logs are empty names
     next: int = 0  # number of the next file
-    keys: dict[str, int] = field(default_factory=dict)  # of texts before the last log: tokens read with each
+    keys: dict[str, Given] = field(default_factory=dict)  # of texts before the last log: what was read with each
 
     def save(self, folder: Path) -> None:
         with writing(folder / MANIFEST) as file:
@@ -78,7 +77,8 @@ class Manifest:
             identity = Identity(**about.pop("identity"))
             bases = tuple(Base(**base) for base in about.pop("bases"))
             marks = {name: Base(**base) for name, base in about.pop("marks").items()}
-            return Manifest(identity=identity, bases=bases, marks=marks, **about)
+            keys = {key: _given(had) for key, had in about.pop("keys", {}).items()}
+            return Manifest(identity=identity, bases=bases, marks=marks, keys=keys, **about)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{path} cannot be read: {error}") from error
 
@@ -94,8 +94,8 @@ class SessionFolder:
             snapshot.check_identity(asdict(self.manifest.identity), engine.identity, f"the session in {path}")
             self._sweep()
             self.log = TokenLog(path / self.manifest.bases[-1].log)
-            self.keys = Counter({_words(key): count for key, count in self.manifest.keys.items()})
-            self.keys.update(keys_in(self.log.records))
+            self.keys = {_words(key): given for key, given in self.manifest.keys.items()}
+            add_keys(self.keys, self.log.records)
         except BaseException:
             os.close(self._lock)
             raise
@@ -170,7 +170,10 @@ class SessionFolder:
         self.manifest.save(self.path)
 
     def drop_mark(self, name: str) -> None:
-        require(name in self.manifest.marks, f"there is no mark {name!r}")
+        require(
+            name in self.manifest.marks,
+            f"there is no mark {name!r}; known: {', '.join(self.manifest.marks) or 'none'}",
+        )
         marks = {key: base for key, base in self.manifest.marks.items() if key != name}
         self.manifest = replace(self.manifest, marks=marks)
         self.manifest.save(self.path)
@@ -195,9 +198,11 @@ class SessionFolder:
 
     def close(self) -> None:
         """Give the lock back. Nothing is written."""
-        self.log.sync()
-        self.log.close()
-        os.close(self._lock)
+        try:
+            self.log.sync()
+        finally:
+            self.log.close()
+            os.close(self._lock)
 
     def _read(self, name: str) -> Past:
         return snapshot.read(self.path / name, self.manifest.identity, self.engine.device)[0]
@@ -219,14 +224,14 @@ class SessionFolder:
         bases: tuple[Base, ...],
         marks: dict[str, Base],
         policy: str | None = None,
-        keys: dict[str, int] | None = None,
+        keys: dict[str, Given] | None = None,
     ) -> None:
         """Put a new manifest in force, whose last base has an empty log."""
         now = self.manifest
         new = TokenLog(self.path / bases[-1].log)
         new.sync()
         if keys is None:
-            keys = {_hex(key): count for key, count in list(self.keys.items())[-MOST_KEYS:] if key}
+            keys = {_hex(key): given for key, given in list(self.keys.items())[-MOST_KEYS:]}
         changed = replace(now, policy=policy or now.policy, bases=bases, marks=marks, next=now.next + 1, keys=keys)
         changed.save(self.path)
         self.manifest = changed
@@ -244,16 +249,22 @@ class SessionFolder:
                 file.unlink(missing_ok=True)
 
 
-def _hex(key: tuple[int, ...]) -> str:
+def _given(had: list[int | None] | int) -> Given:
+    """What a manifest says of a key; older ones have the number of tokens alone."""
+    return Given(had, None) if isinstance(had, int) else Given(*had)  # type: ignore[arg-type]
+
+
+def _hex(key: Key) -> str:
     return "".join(f"{word:08x}" for word in key)
 
 
-def _words(key: str) -> tuple[int, ...]:
+def _words(key: str) -> Key:
     return tuple(int(key[at : at + 8], 16) for at in range(0, len(key), 8))
 
 
 def lock(folder: Path) -> int:
-    """Take a session's lock; the system gives it back when the process ends, however it ends."""
+    """Take a session's lock; the system gives it back when the process ends, however it ends. FileNotFoundError: the
+    session was deleted meanwhile."""
     held = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -264,8 +275,18 @@ def lock(folder: Path) -> int:
             raise
         who = f"process {owner}" if owner else "another process"
         raise SessionBusy(f"the session is in use by {who}; close it there, or fork it") from error
-    os.ftruncate(held, 0)
-    os.pwrite(held, str(os.getpid()).encode(), 0)
+    try:
+        there = os.stat(folder / "lock").st_ino == os.fstat(held).st_ino
+    except FileNotFoundError:
+        there = False
+    if not there:
+        os.close(held)
+        raise FileNotFoundError(f"{folder} was deleted")
+    try:
+        os.ftruncate(held, 0)
+        os.pwrite(held, str(os.getpid()).encode(), 0)  # for messages alone; a full disk need not have it
+    except OSError:
+        pass
     return held
 
 

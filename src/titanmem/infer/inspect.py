@@ -120,6 +120,11 @@ def _apart(x: Tensor, y: Tensor) -> dict[str, float]:
     return {"norm": a, "other_norm": b, "difference": float((x - y).norm()), "cosine": cosine}
 
 
+def spelt_bytes(engine: Engine, token: int) -> bytes:
+    """The bytes of one token, be it a whole character or a part of one."""
+    return b"" if engine.tokenizer is None else engine.tokenizer.token_bytes(token)
+
+
 def spell(engine: Engine, token: int) -> str:
     """The text of one token; incomplete characters show as U+FFFD."""
     return "" if engine.tokenizer is None else engine.tokenizer.decode([token])

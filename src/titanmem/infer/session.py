@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import queue
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from operator import index
 from threading import Event, Lock, get_ident
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -25,7 +25,7 @@ from titanmem.infer.engine import Engine
 from titanmem.infer.folder import SessionFolder
 from titanmem.infer.inspect import TokenSurprise, surprises
 from titanmem.infer.past import Past, reading
-from titanmem.infer.tokenlog import DRAWN, GIVEN, SETTLED, Record, key_words
+from titanmem.infer.tokenlog import DRAWN, GIVEN, SETTLED, Given, Key, Record, key_words
 from titanmem.infer.trace import Trace, traces
 
 POLICIES = ("learning", "frozen")
@@ -58,7 +58,7 @@ class Session:
         folder: SessionFolder | None = None,
         snapshot_seconds: float = 20.0,
         on_change: Callable[[Session], None] | None = None,
-        before_mark: Callable[[], None] = lambda: None,
+        check_space: Callable[[int], None] = lambda more: None,
         most_tokens: int | None = None,
     ) -> None:
         require(policy in POLICIES, f"a session's policy is one of {', '.join(POLICIES)}, got {policy!r}")
@@ -66,9 +66,9 @@ class Session:
         self.past = past or engine.start
         self.most_tokens = most_tokens
         self._folder, self._changed = folder, on_change or (lambda session: None)
-        self._before_mark = before_mark
+        self._check_space = check_space
         self._marks: dict[str, Past] = {}
-        self._keys: Counter[tuple[int, ...]] = Counter() if folder is None else folder.keys  # tokens read with each
+        self._keys: dict[Key, Given] = {} if folder is None else folder.keys
         self._turn = Turn(self.past, [], True)
         self._seconds = 0.0  # of computing since the last snapshot: what a restart would have to do again
         self._snapshot_seconds = snapshot_seconds
@@ -102,7 +102,10 @@ class Session:
         """Ids of a text; ids stay what they are, if the model has them."""
         if isinstance(text, str):
             return self.engine.words().encode(text)
-        ids, most = [int(i) for i in text], self.engine.identity.vocab_size
+        try:
+            ids, most = [index(i) for i in text], self.engine.identity.vocab_size
+        except TypeError as error:
+            raise ValueError(f"ids are whole numbers: {error}") from error
         require(all(0 <= i < most for i in ids), f"ids must lie in 0 … {most - 1}")
         return ids
 
@@ -115,8 +118,9 @@ class Session:
         count part by part."""
         with self._alone():
             ids, words = self.encode(text), () if key is None else key_words(key)
-            done = self._keys[words] if words else 0
-            if done > len(ids) or (done < len(ids) and done % LONGEST):
+            given = self._keys.get(words, Given()) if words else Given()
+            done = given.tokens
+            if not given.starts(ids) or (done < len(ids) and done % LONGEST):
                 raise Conflict(f"the key {key!r} was used with another text, of {done} tokens; this has {len(ids)}")
             if not done:
                 self._check_expected(expect)
@@ -128,7 +132,7 @@ class Session:
                     past = self._read(part, learn, words)
                     self._sync(change)
                     if words:
-                        self._keys[words] += len(part)
+                        self._keys[words] = given = given.then(part)
                     self._commit(past)
                 self._turn = Turn(before, part, learn)
             return len(ids)
@@ -226,7 +230,7 @@ class Session:
         """Keep the state of now under a name to return to."""
         with self._alone():
             name = name or f"token-{self.tokens}"
-            self._before_mark()
+            self._check_space(self.nbytes)
             if self._folder is not None:
                 self._folder.save(self.past, mark=name)
                 self._seconds = 0.0
@@ -234,6 +238,16 @@ class Session:
             else:
                 self._marks[name] = self.past
             return name
+
+    def drop_mark(self, name: str) -> None:
+        """Take a mark, and what it holds on the disk, away; the session stays where it is."""
+        with self._alone():
+            if self._folder is not None:
+                self._folder.drop_mark(name)
+                self._changed(self)
+            else:
+                require(name in self._marks, f"there is no mark {name!r}; known: {', '.join(self._marks) or 'none'}")
+                del self._marks[name]
 
     @property
     def marks(self) -> dict[str, int]:
@@ -292,11 +306,13 @@ class Session:
         with self._gate:
             if self.closed:
                 return
-            if save:
-                self._try_save()
-            self.closed = True
-            if self._folder is not None:
-                self._folder.close()
+            try:
+                if save:
+                    self._try_save()
+            finally:
+                self.closed = True
+                if self._folder is not None:
+                    self._folder.close()
 
     def __enter__(self) -> Session:
         return self
@@ -357,6 +373,7 @@ class Session:
             raise Conflict(f"the session has {self.tokens} tokens, the request expected {expect}; read it again")
 
     def _check_room(self, count: int) -> None:
+        self._check_space(0)
         require(
             self.most_tokens is None or self.tokens + count <= self.most_tokens,
             f"a session may have {self.most_tokens} tokens; this one has {self.tokens}, {count} more are too many",

@@ -132,7 +132,9 @@ def check_fits(past: Past, engine: Engine, what: str) -> None:
                 known.setdefault(name, set()).add((x.dtype, _shape(name, x)))
         for name, x in past.tensors():
             require((x.dtype, _shape(name, x)) in known.get(name, set()), f"{name} is {x.dtype} {list(x.shape)}")
-            if not x.is_floating_point():
+            if x.is_floating_point():
+                require(bool(x.isfinite().all()), f"{name} has values that are not finite")
+            else:
                 require(bool((x >= 0).all()), f"{name} is negative")
         forms = [_form(state) for state in (past.model.matched(step.model), step.model)]
         require(forms[0] == forms[1], "it has other parts")

@@ -28,12 +28,13 @@ from titanmem.infer.engine import Engine
 from titanmem.infer.folder import Base, Manifest, SessionBusy, SessionFolder, folder_bytes, lock
 from titanmem.infer.past import Past
 from titanmem.infer.session import POLICIES, Session
-from titanmem.infer.tokenlog import TokenLog
+from titanmem.infer.tokenlog import NotWritten, TokenLog
 
 VERSION = 1
 DATABASE = "sessions.sqlite"
 NAMES = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 RESERVED = ("tree", "import")  # paths of the server
+GONE = ".gone"  # ends the names of folders that are being deleted
 TABLES = """
 CREATE TABLE sessions (
     id TEXT PRIMARY KEY, owner TEXT NOT NULL, name TEXT NOT NULL, model TEXT NOT NULL, config TEXT NOT NULL,
@@ -118,7 +119,15 @@ class Store:
             self.folder / DATABASE, timeout=30, isolation_level=None, check_same_thread=False
         )
         self._database.row_factory = sqlite3.Row
-        self._database.execute("PRAGMA journal_mode=WAL")
+        try:
+            self._database.execute("PRAGMA journal_mode=WAL")
+        except sqlite3.OperationalError:
+            raise
+        except sqlite3.DatabaseError as error:
+            raise ValueError(
+                f"{self.folder / DATABASE} cannot be read: {error}; restore it, or move it away: the sessions' folders "
+                "beside it stay"
+            ) from error
         with self.transaction() as database:
             version = database.execute("PRAGMA user_version").fetchone()[0]
             require(
@@ -153,8 +162,11 @@ class Store:
         except UnknownSession:
             if not create:
                 raise
-            return self.create(name, owner)
-        folder = SessionFolder(self.folder / info.id, self.engine, self.bits)
+            try:
+                return self.create(name, owner)
+            except NameTaken:  # another process was faster
+                return self.open(name, owner)
+        folder = self._folder_of(info)
         try:
             past = folder.load()
         except BaseException:
@@ -177,7 +189,7 @@ class Store:
                 name, info.owner, session.policy, folder.copy, parent=info.id, forked_at=past.tokens, tokens=past.tokens
             )
         new_info = self.info(name, info.owner)
-        copy = SessionFolder(self.folder / new_info.id, self.engine, self.bits)
+        copy = self._folder_of(new_info)
         other = self._attach(new_info, past, copy)
         other._turn = turn
         return other
@@ -290,51 +302,75 @@ class Store:
             raise
         return name
 
+    def _folder_of(self, info: SessionInfo) -> SessionFolder:
+        try:
+            return SessionFolder(self.folder / info.id, self.engine, self.bits)
+        except FileNotFoundError as error:
+            raise UnknownSession(f"the session {info.name!r} was just deleted") from error
+
+    @property
+    def _reserved(self) -> int:
+        """Bytes that a session counts for at least: it will have two snapshots."""
+        return 2 * self.engine.start.nbytes
+
     def _check_quota(self, owner: str, name: str, database: sqlite3.Connection | None = None) -> None:
-        ask = "SELECT count(*) AS count, coalesce(sum(bytes), 0) AS bytes FROM sessions WHERE owner = ?"
         same = "SELECT 1 FROM sessions WHERE owner = ? AND name = ?"
         if database is None:
-            held, taken = self.query(ask, (owner,))[0], self.query(same, (owner, name))
+            held, taken = self.query(_HELD, (self._reserved, owner))[0], self.query(same, (owner, name))
         else:
-            held, taken = database.execute(ask, (owner,)).fetchone(), database.execute(same, (owner, name)).fetchall()
+            held = dict(database.execute(_HELD, (self._reserved, owner)).fetchone())
+            taken = [dict(row) for row in database.execute(same, (owner, name))]
         if taken:
             raise NameTaken(f"there is a session {name!r} already; open it, or choose another name")
         most = self.quota.sessions
         if most is not None and held["count"] >= most:
             raise QuotaExceeded(f"there are {held['count']} sessions of {most} allowed; delete some first")
-        self._check_bytes(held["bytes"], 2 * self.engine.start.nbytes)
+        self._check_bytes(held["bytes"], self._reserved)
 
     def _check_bytes(self, held: int, need: int) -> None:
         if self.quota.bytes is not None and held + need > self.quota.bytes:
             raise QuotaExceeded(
-                f"sessions take {held:,} bytes of {self.quota.bytes:,} allowed, this one would take about {need:,} "
-                "more; delete some first"
+                f"sessions take {held:,} bytes of {self.quota.bytes:,} allowed, and about {need:,} more are needed "
+                f"(each counts for {self._reserved:,} at least); delete some first"
             )
 
     def _attach(self, info: SessionInfo, past: Past, folder: SessionFolder) -> Session:
         """A session on its folder."""
 
-        def room() -> None:
-            total = self.query("SELECT sum(bytes) AS bytes FROM sessions WHERE owner = ?", (info.owner,))
-            self._check_bytes(total[0]["bytes"] or 0, session.nbytes)
+        def check_space(more: int) -> None:
+            if self.quota.bytes is not None:
+                self._check_bytes(self.query(_HELD, (self._reserved, info.owner))[0]["bytes"], more)
 
         session = Session(
             self.engine, past, policy=folder.manifest.policy, name=info.name, folder=folder,
             snapshot_seconds=self.snapshot_seconds, on_change=lambda one: self._note(info.id, one, folder),
-            before_mark=room, most_tokens=self.quota.tokens,
+            check_space=check_space, most_tokens=self.quota.tokens,
         )  # fmt: skip
         return session
 
     def _delete(self, id: str) -> None:
-        path = self.folder / id
-        held = lock(path) if path.is_dir() else None
+        path, gone = self.folder / id, self.folder / f"{id}{GONE}"
         try:
-            with self.transaction() as database:
-                database.execute("DELETE FROM sessions WHERE id = ?", (id,))
-            shutil.rmtree(path, ignore_errors=True)
+            held = lock(path)
+        except FileNotFoundError:
+            held = None
+        try:
+            try:
+                self._forget_row(id)
+            except NotWritten:  # a full disk has no room for the change before the files are gone
+                if held is not None:
+                    shutil.rmtree(path, ignore_errors=True)
+                self._forget_row(id)
+            if held is not None and path.is_dir():
+                path.rename(gone)  # at once, so that nobody opens what is half deleted
+                shutil.rmtree(gone, ignore_errors=True)
         finally:
             if held is not None:
                 os.close(held)
+
+    def _forget_row(self, id: str) -> None:
+        with self.transaction() as database:
+            database.execute("DELETE FROM sessions WHERE id = ?", (id,))
 
     def _note(self, id: str, session: Session, folder: SessionFolder) -> None:
         """Bring a row up to date. It may fail: the folder is the truth."""
@@ -359,23 +395,27 @@ class Store:
     def transaction(self) -> Iterator[sqlite3.Connection]:
         """All or nothing, and on the disk when it is done."""
         with self._lock:
-            self._database.execute("PRAGMA synchronous=FULL")
-            self._database.execute("BEGIN IMMEDIATE")
             try:
+                self._database.execute("PRAGMA synchronous=FULL")
+                self._database.execute("BEGIN IMMEDIATE")
                 yield self._database
                 self._database.execute("COMMIT")
-            except BaseException:
-                self._database.execute("ROLLBACK")
+            except BaseException as error:
+                if self._database.in_transaction:  # some errors end it by themselves
+                    self._database.execute("ROLLBACK")
+                if isinstance(error, sqlite3.OperationalError):
+                    raise NotWritten(f"cannot write {self.folder / DATABASE}: {error}") from error
                 raise
 
     def _sweep(self) -> None:
         """Delete folders that a killed process left without a row."""
         known = {row["id"] for row in self.query("SELECT id FROM sessions")}
         for path in self.folder.iterdir():
-            orphan = path.is_dir() and re.fullmatch(r"[0-9a-f]{32}", path.name) and path.name not in known
+            orphan = path.is_dir() and re.fullmatch(rf"[0-9a-f]{{32}}({GONE})?", path.name) and path.name not in known
             if orphan and time.time() - path.stat().st_mtime > 600:  # younger ones may be on their way
                 shutil.rmtree(path, ignore_errors=True)
 
 
+_HELD = "SELECT count(*) AS count, coalesce(sum(max(bytes, ?)), 0) AS bytes FROM sessions WHERE owner = ?"
 _INFO = """SELECT s.id, s.owner, s.name, s.model, s.config, s.policy, s.tokens, s.bytes, s.created, s.used,
 p.name AS parent, s.forked_at FROM sessions s LEFT JOIN sessions p ON p.id = s.parent"""

@@ -14,10 +14,10 @@ import hashlib
 import os
 import struct
 import zlib
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -29,6 +29,7 @@ HEAD = struct.Struct("<II")
 BODY = struct.Struct("<BBHI")
 GIVEN, DRAWN, SETTLED, KEYED = 1, 2, 3, 4
 KEY_WORDS = 4
+Key = tuple[int, ...]  # what is kept of a caller's key
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class Record:
     tokens: tuple[int, ...] = ()
     learn: bool = True
     piece: int = 0
-    key: tuple[int, ...] = ()
+    key: Key = ()
 
     def pack(self) -> bytes:
         kind, words = (KEYED if self.key else self.kind), (*self.key, *self.tokens)
@@ -63,19 +64,33 @@ class Record:
         return Record(kind, words, bool(learn), piece), end
 
 
-def key_words(key: str) -> tuple[int, ...]:
+def key_words(key: str) -> Key:
     """What the log keeps of a caller's key."""
     digest = hashlib.sha256(key.encode(errors="surrogatepass")).digest()
     return struct.unpack(f"<{KEY_WORDS}I", digest[: 4 * KEY_WORDS])
 
 
-def keys_in(records: Iterable[Record]) -> Counter[tuple[int, ...]]:
-    """How many tokens were given with each key."""
-    found = Counter[tuple[int, ...]]()
+class Given(NamedTuple):
+    """What was read with a key: how many tokens, and their checksum (None: not known)."""
+
+    tokens: int = 0
+    crc: int | None = 0
+
+    def then(self, tokens: Sequence[int]) -> Given:
+        crc = None if self.crc is None else zlib.crc32(np.asarray(tokens, "<u4").tobytes(), self.crc)
+        return Given(self.tokens + len(tokens), crc)
+
+    def starts(self, tokens: Sequence[int]) -> bool:
+        """Whether it is where these tokens begin."""
+        same = Given().then(tokens[: self.tokens])
+        return same.tokens == self.tokens and self.crc in (None, same.crc)
+
+
+def add_keys(known: dict[Key, Given], records: Iterable[Record]) -> None:
+    """Note what records gave with keys."""
     for record in records:
         if record.key:
-            found[record.key] += len(record.tokens)
-    return found
+            known[record.key] = known.get(record.key, Given()).then(record.tokens)
 
 
 class NotWritten(ValueError):

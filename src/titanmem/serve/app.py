@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from threading import Timer
 from types import FrameType
 from typing import Any
 
@@ -22,6 +24,7 @@ from titanmem.serve.page import page
 from titanmem.serve.service import Service
 
 EXPIRY_EVERY = 60.0  # seconds
+HURRY_SECONDS = 10  # for answers that were told to end
 READ_AWAY = 2**26  # bytes of a body that is too large: a client that still sends does not see the answer
 
 
@@ -30,9 +33,12 @@ def make_app(service: Service, expire_seconds: float | None = None) -> FastAPI:
 
     async def expire() -> None:
         while expire_seconds is not None:
-            await asyncio.to_thread(service.live.close_idle, 0, expire_seconds)
-            await asyncio.to_thread(service.store.expire, expire_seconds)
-            await asyncio.sleep(min(EXPIRY_EVERY, expire_seconds))
+            try:
+                await asyncio.to_thread(service.live.close_idle, 0, expire_seconds)
+                await asyncio.to_thread(service.store.expire, expire_seconds)
+            except Exception as error:  # a full disk, for instance: try again later
+                print(f"old sessions were not deleted: {error}", file=sys.stderr, flush=True)
+            await asyncio.sleep(min(EXPIRY_EVERY, max(1.0, expire_seconds)))
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -138,10 +144,10 @@ class Door:
         """Without keys a page in a browser on this machine must not reach the sessions under another name."""
         if self.service.keys.any():
             return
-        headers = dict(scope["headers"])
-        origin = headers.get(b"origin", b"").decode("latin1").partition("://")[2]
-        for given in (headers.get(b"host", b"").decode("latin1"), origin):
-            if given and not is_local(given):
+        headers = {name: value.decode("latin1") for name, value in scope["headers"]}
+        host, origin = headers.get(b"host", ""), headers.get(b"origin", "")
+        for given, address in ((host, host), (origin, origin.partition("://")[2])):  # "null" is a stranger's page too
+            if given and not is_local(address):
                 raise Refusal(403, f"without API keys only this machine is served, not {given!r}", "not_local")
 
 
@@ -162,10 +168,15 @@ def run_app(app: Any, service: Service, host: str, port: int, drain_seconds: flo
 
     class Server(uvicorn.Server):
         def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-            service.draining = True
+            if not service.draining:
+                service.draining = True
+                timer = Timer(drain_seconds, service.hurry)
+                timer.daemon = True
+                timer.start()
             super().handle_exit(sig, frame)
 
     config = uvicorn.Config(
-        app, host=host, port=port, timeout_graceful_shutdown=int(drain_seconds), log_level="info", server_header=False
-    )
+        app, host=host, port=port, timeout_graceful_shutdown=int(drain_seconds) + HURRY_SECONDS, log_level="info",
+        server_header=False,
+    )  # fmt: skip
     Server(config).run()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -97,9 +98,13 @@ class Live:
             entries = list(self._entries.values())
         for entry in entries:
             with entry.lock:
-                if entry.session is not None:
-                    entry.session.close()
-                    entry.session = None
+                held, entry.session = entry.session, None
+                if held is None:
+                    continue
+                try:
+                    held.close()
+                except (ValueError, OSError) as error:  # the others are closed all the same; the log has everything
+                    print(f"{held.name} was not closed well: {error}", file=sys.stderr, flush=True)
 
     @contextmanager
     def _hold(self, name: str, owner: str) -> Iterator[_Entry]:

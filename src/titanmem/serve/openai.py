@@ -11,15 +11,17 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from threading import Event, Thread
-from typing import Any
+from typing import Any, NamedTuple
 
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import StreamingResponse
 from starlette.responses import Response
 
 from titanmem.config import require
-from titanmem.infer import Answer, Piece, Session, Token
-from titanmem.infer.inspect import spell
+from titanmem.data.tokenizer import BROKEN
+from titanmem.infer import Answer, Engine, Piece, Session, Token
+from titanmem.infer.inspect import spell, spelt_bytes
+from titanmem.infer.store import UnknownSession
 from titanmem.serve.errors import Refusal, body, refusal_of
 from titanmem.serve.schemas import ChatCompletion, Completion, Generation, SessionChoice
 from titanmem.serve.service import Service
@@ -34,6 +36,14 @@ class Told:
     answer: Answer | None = None
     prompt_tokens: int = 0
     session: dict[str, Any] | None = None
+
+
+class Row(NamedTuple):
+    """A session and what it answers: a prompt, or what it has read. `expect`: as many tokens it must have before."""
+
+    session: Session
+    prompt: list[int]
+    expect: int | None = None
 
 
 @dataclass
@@ -106,9 +116,14 @@ class Asked:
             engine, choice, kept = self.service.engine, self.choice, False
             session: Session = engine.session()
             if choice is not None:
-                session = stack.enter_context(self.service.live.use(choice.name, self.owner, choice.create))
                 kept = choice.policy != "fork"
-                session = session if kept else session.fork()
+                try:
+                    used = self.service.live.use(choice.name, self.owner, choice.create and kept)
+                    session = stack.enter_context(used)
+                except UnknownSession:
+                    if not choice.create:
+                        raise
+                session = session if kept else session.fork()  # of one that is not there: a fresh one
             if isinstance(self.given, ChatCompletion):
                 messages = [message.plain() for message in self.given.messages]
                 self.prompts = [self.service.template.encode(messages, session.past.answered)]
@@ -117,24 +132,23 @@ class Asked:
             for prompt in self.prompts:
                 self.check_prompt(prompt)
             policy = choice.policy if choice is not None and kept else None
-            rows: list[tuple[Session, list[int]]] = []
+            rows: list[Row] = []
+            expect = None if choice is None else choice.expect
             for prompt in self.prompts:
                 require(bool(prompt) or session.tokens > 0, "the prompt has no tokens; give at least one character")
                 if self.given.n > 1 and self.given.repetition_penalty == 1 and prompt:  # read once, answered often
                     base = session.fork()
-                    base.append(prompt)
-                    rows += [(base.fork(), []) for _ in range(self.given.n)]
+                    base.append(prompt, expect)
+                    rows += [Row(base.fork(), []) for _ in range(self.given.n)]
                 elif kept:
-                    rows.append((session, prompt))
+                    rows.append(Row(session, prompt, expect))
                 else:
-                    rows += [(session.fork(), prompt) for _ in range(self.given.n)]
+                    rows += [Row(session.fork(), prompt, expect) for _ in range(self.given.n)]
             yield from self._draw(rows, policy, cancelled)
 
-    def _draw(self, rows: list[tuple[Session, list[int]]], policy: str | None, cancelled: Event) -> Iterator[Told]:
-        expect = None if self.choice is None else self.choice.expect
-
+    def _draw(self, rows: list[Row], policy: str | None, cancelled: Event) -> Iterator[Told]:
         def one(index: int) -> Iterator[Told]:
-            session, prompt = rows[index]
+            session, prompt, expect = rows[index]
             pieces: Any = session.stream(
                 prompt,
                 self.limit,
@@ -198,8 +212,7 @@ class Asked:
         engine = self.service.engine
 
         def told(token: int, chance: float) -> dict[str, Any]:
-            text = spell(engine, token)
-            return {"token": text, "logprob": chance, "bytes": list(text.encode())}
+            return {"token": spell(engine, token), "logprob": chance, "bytes": list(spelt_bytes(engine, token))}
 
         if self.chat:
             content = [{**told(t.id, t.logprob), "top_logprobs": [told(i, p) for i, p in t.likely]} for t in tokens]
@@ -209,31 +222,33 @@ class Asked:
         return {
             "tokens": texts,
             "token_logprobs": [t.logprob for t in tokens],
-            "top_logprobs": [{spell(engine, i): p for i, p in t.likely} for t in tokens],
+            "top_logprobs": [{_key(engine, i): p for i, p in t.likely} for t in tokens],
             "text_offset": offsets,
         }
 
     async def answer(self, request: Request) -> dict[str, Any]:
         """The whole answer at once."""
         answers: dict[int, Told] = {}
-        events = self.service.relay(self.events)
-        watch = asyncio.ensure_future(_gone(request))
+
+        async def listen() -> None:
+            events = self.service.relay(self.events)
+            try:
+                async for told in events:
+                    if told.answer is not None:
+                        answers[told.index] = told
+            finally:
+                await events.aclose()  # type: ignore[attr-defined]
+
+        listening, watch = asyncio.ensure_future(listen()), asyncio.ensure_future(_gone(request))
         try:
-            while True:
-                step = asyncio.ensure_future(anext(events, None))
-                await asyncio.wait({step, watch}, return_when=asyncio.FIRST_COMPLETED)
-                if watch.done() and not step.done():
-                    step.cancel()
-                    await asyncio.wait({step})
-                    raise Refusal(499, "the client went away", "client_closed_request")
-                told = step.result()
-                if told is None:
-                    break
-                if told.answer is not None:
-                    answers[told.index] = told
+            await asyncio.wait({listening, watch}, return_when=asyncio.FIRST_COMPLETED)
+            if not listening.done():
+                raise Refusal(499, "the client went away", "client_closed_request")
+            listening.result()
         finally:
             watch.cancel()
-            await events.aclose()  # type: ignore[attr-defined]
+            listening.cancel()
+            await asyncio.wait({listening})
         choices = []
         for index in sorted(answers):
             answer = answers[index].answer
@@ -295,6 +310,12 @@ class Asked:
             yield f"data: {json.dumps(body(refusal_of(error)))}\n\n"
         finally:
             await events.aclose()  # type: ignore[attr-defined]
+
+
+def _key(engine: Engine, token: int) -> str:
+    """A token's text; of one that is a part of a character its bytes, as OpenAI writes them: several look alike."""
+    text = spell(engine, token)
+    return text if BROKEN not in text else "bytes:" + "".join(f"\\x{b:02x}" for b in spelt_bytes(engine, token))
 
 
 async def _gone(request: Request) -> None:

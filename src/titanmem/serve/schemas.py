@@ -14,6 +14,29 @@ Name = Annotated[str, Field(min_length=1)]  # the store says what else a name mu
 class Request(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)  # true is no number, "3" is none either
 
+    @model_validator(mode="before")
+    @classmethod
+    def _of_characters(cls, given: Any) -> Any:
+        """JSON can spell half of a surrogate pair, which is no text and can be sent nowhere."""
+        check_characters(given)
+        return given
+
+
+def check_characters(value: Any) -> None:
+    """Refuse strings that cannot be written in UTF-8."""
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"character {error.start} of a text is half of a surrogate pair") from None
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            check_characters(key)
+            check_characters(item)
+    elif isinstance(value, list):
+        for item in value:
+            check_characters(item)
+
 
 class SessionChoice(Request):
     """`fork`: answer from a copy; the session stays as it is. `expect`: refuse unless it has so many tokens."""

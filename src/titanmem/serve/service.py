@@ -44,15 +44,19 @@ class Limits(Config):
 class Service:
     """One model, its sessions and its callers."""
 
-    def __init__(self, engine: Engine, store: Store, template: ChatTemplate, limits: Limits | None = None) -> None:
-        self.engine, self.store, self.template = engine, store, template
+    def __init__(
+        self, engine: Engine, store: Store, template: ChatTemplate, limits: Limits | None = None, *, local: bool = True
+    ) -> None:
+        """`local`: only this machine can connect, so that there need be no keys."""
+        self.engine, self.store, self.template, self.local = engine, store, template, local
         self.limits = limits or Limits()
         self.keys = Keys(store)
         self.live = Live(store, self.limits.open_sessions)
         self.metrics = Metrics()
         self.started = int(time.time())
         self.active = 0
-        self.draining = False
+        self.draining = self.hurried = False
+        self._answers: set[Event] = set()  # to be set where they shall end
         self._limiter = CapacityLimiter(self.limits.requests + 8)
         for name, kind, text in _METRICS:
             self.metrics.describe(f"titanmem_{name}", kind, text)
@@ -62,6 +66,8 @@ class Service:
         given = request.headers.get("authorization", "")
         kind, _, secret = given.partition(" ")
         if not self.keys.any():
+            if not self.local:
+                raise Refusal(401, "no API key is in force; who runs the server makes one", "invalid_api_key")
             return ""
         found = self.keys.find(secret.strip()) if kind.lower() == "bearer" else None
         if found is None:
@@ -112,6 +118,7 @@ class Service:
                 put(None, error)
 
         with self.slot():
+            self._answers.add(cancelled)
             thread = asyncio.ensure_future(to_thread.run_sync(work, limiter=self._limiter))
             try:
                 while True:
@@ -119,12 +126,21 @@ class Service:
                     if error is not None:
                         raise error
                     if item is None:
+                        if self.hurried and cancelled.is_set():
+                            raise Refusal(503, "the server shut down before the answer's end", "shutting_down", retry=5)
                         return
                     yield item
             finally:
+                self._answers.discard(cancelled)
                 cancelled.set()
                 with CancelScope(shield=True):
                     await thread
+
+    def hurry(self) -> None:
+        """End the answers that are still being drawn: their time is over. What was drawn belongs to the sessions."""
+        self.hurried = True
+        for cancelled in list(self._answers):
+            cancelled.set()
 
     def gauges(self) -> dict[str, float]:
         """Values of now."""

@@ -21,7 +21,7 @@ from titanmem.serve.schemas import Append, Change, Compare, Forget, Fork, Inspec
 from titanmem.serve.service import Service
 
 T = TypeVar("T")
-Key = Annotated[str | None, Header(max_length=200)]
+Key = Annotated[str | None, Header(min_length=1, max_length=200)]
 
 
 def install(app: FastAPI, service: Service) -> None:
@@ -184,6 +184,17 @@ def install(app: FastAPI, service: Service) -> None:
         """A place to return to."""
         owner = service.owner(request)
         return await use(request, name, lambda session: about(session, owner, mark=session.mark(given.name)))
+
+    @router.delete("/{name}/marks/{mark}")
+    async def drop_mark(name: str, mark: str, request: Request) -> dict[str, Any]:
+        """Take a mark away; the session stays where it is."""
+        owner = service.owner(request)
+
+        def work(session: Session) -> dict[str, Any]:
+            session.drop_mark(mark)
+            return about(session, owner)
+
+        return await use(request, name, work)
 
     @router.post("/{name}/forget")
     async def forget(name: str, given: Forget, request: Request) -> dict[str, Any]:

@@ -50,7 +50,8 @@ NOUNS = (  # noqa: SIM905
 
 
 class Needle(TextTask):
-    """Levels: length, and depth in [0, 1] (default: anywhere)."""
+    """Levels: length, depth in [0, 1] (default: anywhere), and the number of needles (default: one). Several lie
+    anywhere and are all asked, one after the other: more to learn from a row, and more to hold."""
 
     name: ClassVar[str] = "needle"
 
@@ -63,14 +64,28 @@ class Needle(TextTask):
         self.kind, self.type = kind, KINDS[kind]
 
     def sample(self, level: Level, generator: torch.Generator) -> Sample:
-        key, value = word(generator), self.value(generator)
-        depth = level.get("depth")
-        depth = float(torch.rand((), generator=generator)) if depth is None else float(depth)
-        require(0 <= depth <= 1, f"the needle's depth lies in [0, 1], got {depth}")
-        before, needle, after, answer = self._parts(key, value)
-        fixed = len(before) + len(needle) + len(after) + len(answer) + 1
+        hidden: dict[str, str] = {}
+        while len(hidden) < needles_of(level):
+            hidden[word(generator)] = self.value(generator)
+        depths = [self._depth(level, generator) for _ in hidden]
+        parts = [self._parts(key, value) for key, value in hidden.items()]
+        before = parts[0][0]
+        fixed = len(before) + sum(len(piece) for part in parts for piece in part[1:]) + 1
         room = room_for(int(level["length"]), fixed, "needle, question and answer")
-        return Sample(before + self.scatter([needle], [depth], room, generator) + after, value, answer)
+        prompt = before + self.scatter([part[1] for part in parts], depths, room, generator)
+        earlier = []
+        for _, _, question, answer in parts[:-1]:
+            start = len(prompt) + len(question)
+            earlier.append(slice(start, start + len(answer)))
+            prompt = prompt + question + answer
+        _, _, question, answer = parts[-1]
+        return Sample(prompt + question, list(hidden.values())[-1], answer, earlier=tuple(earlier))
+
+    def _depth(self, level: Level, generator: torch.Generator) -> float:
+        given = level.get("depth")
+        depth = float(torch.rand((), generator=generator)) if given is None else float(given)
+        require(0 <= depth <= 1, f"the needle's depth lies in [0, 1], got {depth}")
+        return depth
 
     def _parts(self, key: str, value: str) -> list[list[int]]:
         """What stands before the text, the needle, the question and the answer."""
@@ -78,18 +93,22 @@ class Needle(TextTask):
         return self.tokenizer.encode_batch([*texts, f" {value}"])
 
     def check(self, level: Level) -> None:
-        """The longest key and value must fit, not only those of the first sample."""
-        room_for(self.length_of(level), self.most, "needle, question and answer")
-        super().check({**level, "length": self.most})
+        """The longest keys and values must fit, not only those of the first sample."""
+        before, others = self.most
+        most = before + needles_of(level) * others + 1
+        room_for(self.length_of(level), most, "needle, question and answer")
+        super().check({**level, "length": most})
 
     @cached_property
-    def most(self) -> int:
-        """Tokens of needle, question and answer with the key and the value that take most."""
+    def most(self) -> tuple[int, int]:
+        """Tokens of what stands before the text, and of needle, question and answer with the key and the value that
+        take most."""
         every = [f"{first}-{second}" for first in ADJECTIVES for second in NOUNS]
         sizes = [len(ids) for ids in self.tokenizer.encode_batch([f" {key}" for key in every])]
         key = every[sizes.index(max(sizes))]
         values = [key] if self.type == "word" else [self.value(generator_of(seed)) for seed in range(100)]
-        return max(sum(map(len, self._parts(key, value))) + 1 for value in values)
+        parts = [self._parts(key, value) for value in values]
+        return len(parts[0][0]), max(sum(map(len, part[1:])) for part in parts)
 
     def value(self, generator: torch.Generator) -> str:
         """What is hidden."""
@@ -99,6 +118,13 @@ class Needle(TextTask):
             digits = "".join(f"{d:x}" for d in torch.randint(0, 16, (32,), generator=generator).tolist())
             return "-".join(digits[a:b] for a, b in ((0, 8), (8, 12), (12, 16), (16, 20), (20, 32)))
         return str(int(torch.randint(1_000_000, 10_000_000, (), generator=generator)))
+
+
+def needles_of(level: Level) -> int:
+    """How many needles a level hides."""
+    needles = level.get("needles", 1)
+    require(type(needles) is int and needles >= 1, f"needles is a whole number from 1 on, got {needles!r}")
+    return int(needles)
 
 
 def word(generator: torch.Generator) -> str:

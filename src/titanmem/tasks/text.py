@@ -20,12 +20,13 @@ from titanmem.tasks.haystack import Haystack
 @dataclass(frozen=True)
 class Sample:
     """One question: the prompt's ids, the answer as text and as ids that follow the prompt. `ends`: the end of the
-    document is asked too."""
+    document is asked too. `earlier`: where in the prompt other questions are answered, which are asked as well."""
 
     prompt: list[int]
     answer: str
     answer_ids: list[int]
     ends: bool = True
+    earlier: tuple[slice, ...] = ()
 
 
 class TextTask(Task):
@@ -49,6 +50,8 @@ class TextTask(Task):
         asked = len(sample.answer_ids) + 1
         targets = torch.full_like(whole, IGNORED)
         targets[-asked - 1 : -1] = whole[-asked:]
+        for place in sample.earlier:
+            targets[place.start - 1 : place.stop - 1] = whole[place]
         if not sample.ends:
             targets[-2] = IGNORED
         return Rows(whole[:-1], targets[:-1])

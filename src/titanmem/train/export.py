@@ -73,8 +73,9 @@ def export(
         _write_hf(model, tokenizer, out)
         return found
     clear_export(out)
+    out.mkdir(parents=True, exist_ok=True)
+    config.write_beside(out)  # a tokenizer that is not there any more is missed before anything is written
     model.save(out, half)
-    config.write_beside(out)
     return found
 
 
