@@ -29,66 +29,34 @@ from titanmem.data.loader import held_out_rows
 from titanmem.data.shards import TokenShards
 from titanmem.models.cost import parameters
 from titanmem.models.sizes import fit_mlp
+from titanmem.recipes.tasks import TINY, TINY_TOKENS, TINY_VOCAB, TINY_WINDOW, tiny_level, tiny_recall
 from titanmem.tasks import generator_of
 from titanmem.tasks.recall import Recall
-from titanmem.train.config import DataConfig, OptimConfig, TaskConfig, TrainConfig
+from titanmem.train.config import DataConfig, OptimConfig, TrainConfig
 from titanmem.train.evaluate import memory_work
 from titanmem.train.export import load_run
 from titanmem.train.loop import train
 from titanmem.train.plots import new_figure, position_axis, write_page
 
-WINDOW = 32  # what attention sees, in both parts
-VOCAB, TOKENS = 64, 2048  # of the recall task, and of one of its steps
-SHORT = [(32, 4), (64, 4)]  # length, pairs: learnt first, or nothing is learnt
-MIXTURE = [*SHORT, (64, 8), (128, 8), (128, 16)]
-RECALL_STEPS = {"memory": 620, "attention": 700}  # on a slower machine a share of them, the same for both
+WINDOW = TINY_WINDOW  # what attention sees, in both parts
+RECALL = {"memory": "lmm", "attention": "window"}  # recipes MODEL-tiny-recall
 TESTS = [(32, 8), (64, 8), (128, 8), (256, 8), (512, 8), (1024, 8), (2048, 8)]
 
 
 # -- recall -------------------------------------------------------------------------------------------------------
 
 
-def recall_models() -> dict[str, TitansConfig]:
-    """One layer of memory; two of attention, because one alone cannot recall at all."""
-    memory = TitansConfig(
-        VOCAB, 64, 1, 2, "lmm", num_persistent=0, mlp_width=128, memory={"expansion": 2, "chunk_len": 32}
-    )
-    attention = TitansConfig(VOCAB, 64, 2, 2, "attention", mlp_width=64, attention_window=WINDOW)
-    return {"memory": memory, "attention": fit_mlp(attention, parameters(memory), 1)}
-
-
-def level(length: int, pairs: int) -> dict[str, int]:
-    """A third of a row asks: short rows teach more that way."""
-    return {"length": length, "pairs": pairs, "questions": max(1, (length - 2 * pairs) // 3)}
-
-
-def recall_config(model: TitansConfig, steps: int) -> TrainConfig:
-    """Short rows first, then all of them, with a cosine down to nothing."""
-    stages = [[0, [level(*task) for task in SHORT]], [steps // 4 + 1, [level(*task) for task in MIXTURE]]]
-    return TrainConfig(
-        model=model,
-        data=DataConfig(length=128),
-        task=TaskConfig("recall", {"vocab_size": VOCAB}, stages),
-        optim=OptimConfig(lr=6e-3, warmup=50, final=0.0),
-        steps=steps,
-        batch_tokens=TOKENS,
-        micro_rows=TOKENS // 32,
-        log_every=100,
-        eval_every=steps,
-        save_every=200,
-    )
-
-
 @torch.no_grad()
 def accuracy(model: TitansLM, length: int, pairs: int, **how: Any) -> float:
-    ids, targets = Recall(VOCAB).batch(32, level(length, pairs), generator_of(length))
+    ids, targets = Recall(TINY_VOCAB).batch(32, tiny_level(length, pairs), generator_of(length))
     asked = targets >= 0
     return (model(ids, **how)[0].argmax(-1)[asked] == targets[asked]).float().mean().item()
 
 
 def recall_seconds(config: TitansConfig) -> float:
     """One step of a recall model on this machine today."""
-    model, (ids, targets) = TitansLM(config), Recall(VOCAB).batch(TOKENS // 128, level(128, 8), generator_of(0))
+    rows = Recall(TINY_VOCAB).batch(TINY_TOKENS // 128, tiny_level(128, 8), generator_of(0))
+    model, (ids, targets) = TitansLM(config), rows
     return fastest(lambda: model(ids, labels=targets)[0].backward())
 
 
@@ -104,12 +72,12 @@ def fastest(work: Callable[[], object], times: int = 4) -> float:
 
 def recall(out: Path, minutes: float) -> dict[str, Any]:
     """Train both models and test them far beyond the length they were trained on."""
-    configs = recall_models()
-    share = min(1.0, 22 * minutes / (RECALL_STEPS["memory"] * recall_seconds(configs["memory"])))
-    steps = {name: max(1, int(share * count)) for name, count in RECALL_STEPS.items()}
+    configs = {name: tiny_recall(model).model for name, model in RECALL.items()}
+    share = min(1.0, 22 * minutes / (TINY["lmm"] * recall_seconds(configs["memory"])))  # the same share for both
+    steps = {name: max(1, int(share * TINY[model])) for name, model in RECALL.items()}
     for name, config in configs.items():
         folder = out / f"recall-{name}"
-        chosen = go_on(folder) or recall_config(config, steps[name])
+        chosen = go_on(folder) or tiny_recall(RECALL[name], steps[name])
         steps[name] = chosen.steps
         print(f"recall, {name}: {parameters(config):,} parameters, {chosen.steps} steps", flush=True)
         if not train(chosen, folder)["complete"]:
@@ -197,7 +165,7 @@ def recall_figure(found: dict[str, Any]) -> Any:
     for (name, values), style in zip(found["recall"].items(), ("C0-", "C0:", "C3-"), strict=True):
         axis.plot(lengths, values, style, marker="o", label=name)
     axis.axvspan(lengths[0], 128, color="0.9", zorder=0)
-    axis.axhline(2 / VOCAB, color="0.6", lw=1, label="guessing")
+    axis.axhline(2 / TINY_VOCAB, color="0.6", lw=1, label="guessing")
     axis.set(xscale="log", ylim=(0, 1.03), xlabel="length of the row (grey: trained)", ylabel="recall of 8 pairs")
     axis.set_xticks(lengths, [str(x) for x in lengths])
     axis.minorticks_off()
@@ -238,10 +206,10 @@ def report(out: Path, first: dict[str, Any], second: dict[str, Any], took: float
         f"attention only, window {WINDOW}, equal size": attention["learning"],
     }
     cut = ""
-    if steps["memory"] < RECALL_STEPS["memory"]:
+    if steps["memory"] < TINY["lmm"]:
         cut = (
-            f"This machine was too slow or too busy for all {RECALL_STEPS['memory']} steps of the recall task: both "
-            f"models got {steps['memory'] / RECALL_STEPS['memory']:.0%} of theirs and may not have learnt it yet. Run "
+            f"This machine was too slow or too busy for all {TINY['lmm']} steps of the recall task: both "
+            f"models got {steps['memory'] / TINY['lmm']:.0%} of theirs and may not have learnt it yet. Run "
             "again with --minutes 10, or when nothing else runs."
         )
     gain = mac["frozen"] - mac["learning"]

@@ -51,7 +51,8 @@ class Average(nn.Module):
 def layers(monkeypatch):
     fla.layer_parameters.cache_clear()
     monkeypatch.setitem(fla.FLA_LAYERS, "fla_gla", Average)
-    monkeypatch.setitem(fla.FLA_LAYERS, "fla_mamba", lambda config: Average(config, single=True))
+    for name in ("fla_mamba", "fla_mamba2", "fla_gated_deltanet"):
+        monkeypatch.setitem(fla.FLA_LAYERS, name, lambda config: Average(config, single=True))
     yield
     fla.layer_parameters.cache_clear()
 
@@ -95,9 +96,12 @@ def test_what_the_layers_cannot_do_is_said(model):
 
 
 def test_recipes_have_the_size_of_the_others_and_train_and_evaluate(tmp_path):
-    sizes = [parameters(recipes.recipe(f"{name}-recall").model) for name in ("fla_gla", "fla_samba", "lmm")]
+    names = ("fla_gla", "fla_samba", "fla_gated_deltanet_h1", "fla_gated_deltanet_h2", "lmm")
+    sizes = [parameters(recipes.recipe(f"{name}-recall").model) for name in names]
     assert max(sizes) < 1.01 * min(sizes)
     assert recipes.recipe("fla_samba-recall").model.blocks == ["fla_mamba", "attention"]
+    three = recipes.recipe("fla_gated_deltanet_h2-recall").model.blocks
+    assert three == ["fla_mamba2", "fla_gated_deltanet", "attention"]
     settings = {"steps": 2, "batch_tokens": 512, "eval_every": 2, "task.test_rows": 4}
     levels = [{"length": 64, "pairs": 4}]
     config = recipes.recipe("fla_gla-recall").change({**settings, "task.tests": levels, "task.stages": [[0, levels]]})

@@ -4,6 +4,7 @@
     BLOCK-SIZE-python    the same models on source code that is on every machine, or another text (data.source=FOLDER);
                          `tiny` trains on one CPU in minutes, `mini` on one GPU, `small` in about an hour
     MODEL-TASK           small models on a task, for instance lmm-recall; see recipes/tasks.py
+    MODEL-tiny-recall    lmm or window, in a minute on one CPU
 
 A recipe is a function of block and size that returns a `TrainConfig`; every setting can be changed afterwards.
 """
@@ -14,7 +15,7 @@ from titanmem.blocks import BLOCKS
 from titanmem.models.language import TitansConfig
 from titanmem.models.sizes import PAPER_SIZES, SIZES
 from titanmem.recipes.models import FLA_MODELS, MODELS
-from titanmem.recipes.tasks import TASKS, task_names, task_recipe
+from titanmem.recipes.tasks import TASKS, TINY, task_names, task_recipe, tiny_recall
 from titanmem.train.config import DataConfig, OptimConfig, ParallelConfig, TrainConfig
 
 PYTHON = ("tiny", "mini", "small")
@@ -101,7 +102,7 @@ def _window(block: str, length: int) -> dict[str, int]:
 
 def names() -> list[str]:
     """All recipes."""
-    return text_names() + task_names()
+    return text_names() + task_names() + [f"{model}-tiny-recall" for model in TINY]
 
 
 def text_names() -> list[str]:
@@ -118,6 +119,8 @@ def recipe(name: str) -> TrainConfig:
             f"of {', '.join(BLOCKS)} and a size of {', '.join(PAPER_SIZES)}, or MODEL-TASK with a model of "
             f"{', '.join((*MODELS, *FLA_MODELS))} and a task of {', '.join(TASKS)} (titanmem train --list)"
         )
+    if name.endswith("-tiny-recall"):
+        return tiny_recall(name.partition("-")[0])
     if name in task_names():
         return task_recipe(*name.split("-", 1))
     block, size, text = name.split("-")
@@ -138,4 +141,5 @@ __all__ = [
     "task_names",
     "text_names",
     "tiny_python",
+    "tiny_recall",
 ]

@@ -8,8 +8,9 @@ depth1 depth2 depth3 depth4            the LMM with a memory of so many matrices
 attention window                       Transformer++ with full attention, and with the window of MAG and MAL
 rmt                                    recurrent memory transformer: segments as MAC's, 16 memory tokens
 fla_retnet fla_gla fla_mamba fla_mamba2 fla_deltanet fla_gated_deltanet fla_samba
-                                       layers of flash-linear-attention, where it is installed; Samba alternates
-                                       Mamba and the window
+fla_gated_deltanet_h1 fla_gated_deltanet_h2
+                                       layers of flash-linear-attention, where it is installed; Samba, H1 and H2
+                                       alternate Mamba, Gated DeltaNet, or Mamba2 and Gated DeltaNet with the window
 """
 
 from __future__ import annotations
@@ -27,7 +28,12 @@ from titanmem.models.sizes import fit_mlp
 TITANS = ("lmm", "mac", "mag", "mal")
 RELATIVES = {"gated_delta": "gated-delta", "delta": "delta", "ttt": "ttt-linear", "ttt_mlp": "ttt-mlp"}
 MODELS = (*TITANS, "linear", *RELATIVES, "attention", "window", "rmt")
-FLA_MODELS = (*FLA_LAYERS, "fla_samba")
+HYBRIDS = {  # with attention over the window, layer after layer
+    "fla_samba": ("fla_mamba", "attention"),
+    "fla_gated_deltanet_h1": ("fla_gated_deltanet", "attention"),
+    "fla_gated_deltanet_h2": ("fla_mamba2", "fla_gated_deltanet", "attention"),
+}
+FLA_MODELS = (*FLA_LAYERS, *HYBRIDS)
 DEPTHS = {f"depth{depth}": {"depth": depth} for depth in (1, 2, 3, 4)}
 MEMORIES: dict[str, dict[str, Any]] = {  # LMMs with another memory
     "linear": {"depth": 1},
@@ -89,7 +95,9 @@ class Frame(Config):
             return {"block": "lmm", "persistent_memory": False}
         if name == "window":
             return {"block": "attention", "attention_window": self.window}
-        if name == "fla_samba":
-            pair = [("fla_mamba", "attention")[layer % 2] for layer in range(self.num_layers)]
-            return {"block": pair, "attention_window": self.window}
+        if name in HYBRIDS:
+            order = HYBRIDS[name]
+            layers = max(self.num_layers, len(order))  # one of each at least
+            blocks = [order[layer % len(order)] for layer in range(layers)]
+            return {"block": blocks, "num_layers": layers, "attention_window": self.window}
         return {"block": name}

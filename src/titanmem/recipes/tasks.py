@@ -1,13 +1,15 @@
 """Recipes for tasks: MODEL-TASK, for instance `lmm-recall` or `window-parity`. All models of a task have the same size,
 two layers of width 128 (recipes/models.py names them); each run takes some minutes on one GPU. Windows and segments are
-64 tokens, and 256 bytes in tasks of words."""
+64 tokens, and 256 bytes in tasks of words. `lmm-tiny-recall` and `window-tiny-recall` take a minute on a CPU."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
 
+from titanmem.models.cost import parameters
 from titanmem.models.language import TitansConfig
+from titanmem.models.sizes import fit_mlp
 from titanmem.recipes.models import FLA_MODELS, MODELS, Frame
 from titanmem.tasks import TOKEN_TASKS, Task
 from titanmem.train.config import DataConfig, OptimConfig, TaskConfig, TrainConfig
@@ -85,6 +87,39 @@ def task_recipe(model: str, task: str) -> TrainConfig:
         micro_rows=64,
         eval_every=STEPS if made is None else STEPS // 4,  # rows of words are long in the end
         save_every=STEPS // 4,
+    )
+
+
+TINY = {"lmm": 620, "window": 700}  # models of recall on a CPU, and their steps
+TINY_VOCAB, TINY_WINDOW, TINY_TOKENS = 64, 32, 2048
+
+
+def tiny_level(length: int, pairs: int) -> dict[str, int]:
+    """A third of a row asks: short rows teach more that way."""
+    return {"length": length, "pairs": pairs, "questions": max(1, (length - 2 * pairs) // 3)}
+
+
+def tiny_recall(model: str, steps: int | None = None) -> TrainConfig:
+    """Recall in a minute on two cores: one layer of memory, or two of attention over a window, because one alone cannot
+    recall at all. Short rows first, then all of them, with a cosine down to nothing."""
+    lmm = TitansConfig(
+        TINY_VOCAB, 64, 1, 2, "lmm", num_persistent=0, mlp_width=128, memory={"expansion": 2, "chunk_len": 32}
+    )
+    window = TitansConfig(TINY_VOCAB, 64, 2, 2, "attention", mlp_width=64, attention_window=TINY_WINDOW)
+    steps = TINY[model] if steps is None else steps
+    short = [tiny_level(32, 4), tiny_level(64, 4)]
+    mixture = [*short, tiny_level(64, 8), tiny_level(128, 8), tiny_level(128, 16)]
+    return TrainConfig(
+        model={"lmm": lmm, "window": fit_mlp(window, parameters(lmm), 1)}[model],
+        data=DataConfig(length=128),
+        task=TaskConfig("recall", {"vocab_size": TINY_VOCAB}, [[0, short], [steps // 4 + 1, mixture]]),
+        optim=OptimConfig(lr=6e-3, warmup=50, final=0.0),
+        steps=steps,
+        batch_tokens=TINY_TOKENS,
+        micro_rows=TINY_TOKENS // 32,
+        log_every=100,
+        eval_every=steps,
+        save_every=200,
     )
 
 
