@@ -132,9 +132,12 @@ def train_table(arguments: argparse.Namespace) -> int:
 
 
 def evaluate(arguments: argparse.Namespace) -> int:
+    from titanmem.forecast.online import check_memory
     from titanmem.forecast.predictor import Predictor
 
     predictor = Predictor.open(arguments.model)
+    if arguments.online:
+        check_memory(predictor.model.config)
     table = arguments.table or Path(predictor.data.path)
     series = predictor.read(table, **_reading(arguments))
     first = predictor.look_back
@@ -217,7 +220,7 @@ def follow(arguments: argparse.Namespace) -> int:
     from titanmem.forecast.predictor import Predictor
 
     predictor = Predictor.open(arguments.model)
-    series = predictor.read(arguments.table, **_reading(arguments))
+    series = predictor.read_new(arguments.table, **_reading(arguments))
     _say(series, arguments.table)
     begun = arguments.state.exists()
     online = OnlineForecaster.resume(predictor, arguments.state) if begun else OnlineForecaster(predictor)
