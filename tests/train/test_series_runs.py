@@ -11,6 +11,7 @@ from runs import assert_same_weights, losses_of
 
 from titanmem.cli import main
 from titanmem.data.series import Series, write_series
+from titanmem.forecast import Predictor
 from titanmem.models.series import SeriesConfig
 from titanmem.train.config import RunConfig
 from titanmem.train.export import load_run
@@ -119,6 +120,7 @@ def test_an_export_has_the_scales_of_training_whatever_became_of_the_table(table
         about = json.loads((tmp_path / step / "data.json").read_text())
         np.testing.assert_array_equal(about["mean"], scaler.mean)
         np.testing.assert_array_equal(about["deviation"], scaler.deviation)
+    np.testing.assert_array_equal(Predictor.open(tmp_path / "run").scaler.mean, scaler.mean)
 
 
 def test_errors_are_those_of_every_window(table):

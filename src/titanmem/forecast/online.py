@@ -79,10 +79,9 @@ class OnlineForecaster:
         return self.state.recent.shape[1] >= self.predictor.look_back
 
     @torch.no_grad()
-    def feed(self, rows: Any, last: str | None = None, repeats: int = 1) -> None:
-        """Read rows [n, C], or one row [C], of which `last` is the newest one's time, had by the last `repeats` rows.
-        What has names, such as a DataFrame, is read by them. A missing value (NaN) takes the one before; the first
-        ones, the mean."""
+    def feed(self, rows: Any, last: str | None = None) -> None:
+        """Read rows [n, C], or one row [C], of which `last` is the newest one's time. What has names, such as a
+        DataFrame, is read by them. A missing value (NaN) takes the one before; the first ones, the mean."""
         columns = self.predictor.columns
         names = rows.keys() if hasattr(rows, "keys") else getattr(rows, "columns", None)
         if names is not None:
@@ -100,7 +99,7 @@ class OnlineForecaster:
             _, model = self.predictor.model(recent[:, :length].T.unsqueeze(0), state=model)
             recent = recent[:, length:]
         state = replace(state, recent=recent, model=model, seen=state.seen + len(given))
-        self.state = replace(state, last=last, repeats=repeats) if len(given) else state
+        self.state = replace(state, last=last, repeats=1) if len(given) else state
 
     def feed_new(self, series: Series) -> int:
         """Read the rows of a table that are newer than what was read; returns how many. The table holds the last row
@@ -123,7 +122,8 @@ class OnlineForecaster:
             )
         if first < len(times):
             repeats = times[first:].count(times[-1]) + (self.state.repeats if times[-1] == last else 0)
-            self.feed(series.choose(self.predictor.columns).values[first:], times[-1], repeats)
+            self.feed(series.choose(self.predictor.columns).values[first:], times[-1])
+            self.state = replace(self.state, repeats=repeats)
         return len(times) - first
 
     @torch.no_grad()
