@@ -121,8 +121,8 @@ def test_a_label_that_training_has_not_seen_is_named_with_its_place(tmp_path):
     with pytest.raises(ValueError, match=r"test\.csv, line 6: the label 'c' is none of a, b"):
         read_labelled(str(tmp_path))
     place = write_genomic(tmp_path / "other") / "test" / "a" / "bad.txt"
-    place.write_text("HELLO")
-    with pytest.raises(ValueError, match=r"bad\.txt: 'E' is no base"):
+    place.write_text("ACGT\nHELLO\n")
+    with pytest.raises(ValueError, match=r"bad\.txt, line 2: 'E' is no base"):
         read_labelled(str(tmp_path / "other"))
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from titanmem.data.series import Reading, Series, read_series, show_step, show_time, write_series
+from titanmem.data.series import Months, Reading, Series, parse_step, read_series, show_step, show_time, write_series
 from titanmem.data.splits import PARTS, Scaler, Splits, find_benchmark, read_benchmark
 
 DATA = Path(__file__).parents[2] / "data"  # where the docs put the data sets; not part of the project
@@ -58,6 +58,30 @@ def test_months_are_steps_of_their_own(tmp_path):
     assert [show_time(t)[:10] for t in one.after(1)] == ["2024-06-01"]
 
 
+def test_month_ends_are_steps_of_a_month(tmp_path):
+    days = ["2023-10-31", "2023-11-30", "2023-12-31", "2024-02-29"]
+    found = read_series(write(tmp_path, "ds,y\n" + "".join(f"{day},1\n" for day in days)))
+    assert show_step(found.step) == "1 month"
+    assert [show_time(t)[:10] for t in found.times[3:]] == ["2024-01-31", "2024-02-29"]
+    assert [show_time(t)[:10] for t in found.after(3)] == ["2024-03-31", "2024-04-30", "2024-05-31"]
+
+
+@pytest.mark.parametrize(
+    ("step", "time"),
+    [
+        (Months(3), "2024-02-15"),
+        (Months(1, end=True), "2024-04-30"),
+        (np.timedelta64(36, "h"), "2024-01-01"),
+        (np.timedelta64(90_000_001, "us"), "2024-01-01"),
+    ],
+)
+def test_a_step_is_read_from_its_words(step, time):
+    assert parse_step(show_step(step), np.datetime64(time, "us")) == step
+    assert parse_step("7", 3) == 7
+    with pytest.raises(ValueError, match=r"the time 3 is a number, but rows are .* apart"):
+        parse_step(show_step(step), 3)
+
+
 def test_missing_values_are_filled_as_asked_and_reported(tmp_path):
     rows = [(1, ""), (2, "2"), (3, "NA"), (4, "nan"), (5, "8"), (6, "")]
     path = write(tmp_path, "t,a\n" + "".join(f"2024-01-0{day},{cell}\n" for day, cell in rows))
@@ -106,6 +130,8 @@ def test_absent_rows_are_inserted_kept_or_refused(tmp_path):
         (HOURS + "tomorrow,4,40\n", {}, r"line 5, column 'date': 'tomorrow' is no time; expected ISO"),
         (HOURS, {"time": "when"}, r"no column 'when' to be the time; its columns are date, a, b"),
         (HOURS, {"columns": ("a", "c")}, r"no column 'c'; there are a, b"),
+        (HOURS, {"columns": ("a", "b", "a")}, r"the columns are named twice: 'a'; name each once"),
+        (f"time,a\n{10**22},1\n{10**22 + 1},2\n", {}, "line 2, column 'time': 1.* is no time; expected .* 18 digits"),
         ("a,b\n1,2\n", {}, "no time column found among a, b; name it with --time"),
         ("date,a,a\n2024-01-01,1,2\n", {}, "several columns are called 'a'"),
         ("date,a,b\n2024-01-01,,1\n2024-01-02,,1\n", {}, "column 'a' holds no number"),
@@ -143,10 +169,23 @@ def test_parquet_is_read_like_csv(tmp_path):
     found = read_series(tmp_path / "T.PARQUET")
     np.testing.assert_array_equal(found.values, [[1, 10], [1, 20], [3, 30]])
     np.testing.assert_array_equal(found.times, read.times)
-    for kind, cells in {"string": ["x", "y", "z"], "list<.*>": [[1], [2], [3]]}.items():
+    for cells, error in (
+        (["1", None, "z"], "line 3, column 'a': 'z' is not a number"),
+        ([[1], [2], [3]], "column 'a' holds list<.*>, not numbers"),
+    ):
         parquet.write_table(arrow.table({"date": times, "a": cells}), tmp_path / "other.parquet")
-        with pytest.raises(ValueError, match=f"column 'a' holds {kind}, not numbers"):
+        with pytest.raises(ValueError, match=error):
             read_series(tmp_path / "other.parquet")
+    parquet.write_table(arrow.table([times, cells, cells], names=["date", "a", "a"]), tmp_path / "twice.parquet")
+    with pytest.raises(ValueError, match=r"twice\.parquet: several columns are called 'a'; rename them"):
+        read_series(tmp_path / "twice.parquet")
+
+
+def test_parquets_words_and_large_whole_numbers_are_read_as_those_of_a_csv(tmp_path):
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    csv = read_series(write(tmp_path, f"t,a,b\n1,1.5,{2**60 + 1}\n2,NA,3\n"), Reading(time="t"))
+    parquet.write_table(arrow.table({"t": [1, 2], "a": ["1.5", None], "b": [2**60 + 1, 3]}), tmp_path / "t.parquet")
+    np.testing.assert_array_equal(read_series(tmp_path / "t.parquet", Reading(time="t")).values, csv.values)
 
 
 # -- splits -------------------------------------------------------------------------------------------------------
@@ -178,6 +217,13 @@ def test_the_scaler_is_the_training_parts_mean_and_deviation():
     np.testing.assert_allclose([scaled[:30, 0].mean(), scaled[:30, 0].std()], [0, 1], atol=1e-12)
     assert np.all(scaled[:, 1] == 0)
     np.testing.assert_allclose(scaler.undo(scaled), values)
+
+
+@pytest.mark.parametrize("value", [0.1, -1013.3, 1e9])
+def test_a_constant_column_is_only_centred(value):
+    scaler = Scaler.fit(np.full((420, 1), value))
+    assert scaler.deviation == 1
+    assert Scaler.fit(value + 1e-6 * np.arange(420)[:, None] * abs(value)).deviation < 1e-3 * abs(value)
 
 
 @pytest.mark.parametrize(

@@ -52,12 +52,24 @@ def test_a_forecast_follows_the_table_or_a_time_in_it(trained, tmp_path):
     assert (tmp_path / "at.png").stat().st_size > 5000
 
 
-def test_a_row_is_found_by_a_part_of_its_date_and_by_a_whole_number():
-    assert find_origin(waves(60), "2024-01-02") == 24
+def test_a_row_is_found_by_its_time_by_its_whole_date_and_by_a_whole_number():
+    assert [find_origin(waves(60), at) for at in ("2024-01-02", "2024-01-02T05", "2024-01-02 05:00")] == [24, 29, 29]
+    for part in ("2024-01-0", "2024-01-02 1", "2024-01-02 05:0", "noon"):
+        with pytest.raises(ValueError, match=f"--at takes a time such as .* got '{part}'"):
+            find_origin(waves(60), part)
     numbered = replace(waves(60), times=np.arange(150, 210), step=1)
     assert find_origin(numbered, "200") == 50
     with pytest.raises(ValueError, match="no row at 20; the table has 150 … 209"):
         find_origin(numbered, "20")
+
+
+def test_an_origin_beyond_the_table_is_refused(trained):
+    table, run = trained
+    predictor = Predictor.open(run)
+    series = predictor.read(table)
+    for origin in (-1, 221):
+        with pytest.raises(ValueError, match=f"origin={origin} is none of the 220 rows"):
+            predictor.predict(series, origin=origin)
 
 
 def test_an_exported_forecaster_predicts_the_same(trained, tmp_path):
@@ -82,6 +94,25 @@ def test_a_stream_goes_on_from_its_file(trained, tmp_path, capsys):
     second = follow(table, "b.csv", state)
     assert "70 new rows read, 220 in all" in capsys.readouterr().out
     np.testing.assert_array_equal(second, follow(table, "c.csv", ["--state", str(tmp_path / "other.safetensors")]))
+
+
+def test_one_new_row_goes_on_with_a_stream(trained, tmp_path, capsys):
+    table, run = trained
+    lines = table.read_text().splitlines()
+    (tmp_path / "one.csv").write_text("\n".join([lines[0], lines[151]]))
+    words = ["--state", str(tmp_path / "s.safetensors"), "--out", str(tmp_path / "f.csv")]
+    for source in (write_waves(tmp_path / "part.csv", 150), tmp_path / "one.csv"):
+        assert main(["forecast", "online", str(run), str(source), *words]) == 0
+    assert "1 new rows read, 151 in all" in capsys.readouterr().out
+    np.testing.assert_array_equal(read_series(tmp_path / "f.csv").times, read_series(table).times[151:157])
+
+
+def test_a_model_without_memory_is_not_evaluated_online(tmp_path, capsys):
+    table, run = write_waves(tmp_path / "waves.csv"), str(tmp_path / "run")
+    small = ["--horizon", "6", "--look-back", "24", "--model", "dlinear", "--out", run, "steps=2", "data.batch=16"]
+    assert main(["forecast", "train", str(table), *small]) == 0
+    assert main(["forecast", "eval", run, "--online"]) == 2
+    assert "dlinear has no memory that goes on from window to window" in capsys.readouterr().err
 
 
 def test_another_table_is_tested_whole(trained, tmp_path):
@@ -115,12 +146,15 @@ def test_mistakes_are_one_line(trained, tmp_path, capsys):
         ([*train, str(table), "--columns", "a,z"], "no column 'z'; there are a, b"),
         ([*train, str(table), "--horizon", "200"], "one training row takes 296"),
         ([*train, str(table), "--split", "much"], "--split takes three numbers"),
+        ([*train, str(table), "--split", "0.5,0.1,0.2"], "shares that add up to 1"),
+        ([*train, str(table), "--columns", "a,a"], "named twice: 'a'"),
         ([*train, str(table), "--model", "arima"], "unknown model 'arima'; known: mac"),
+        ([*train, str(table), "--model", "rmt"], "unknown model 'rmt'"),  # its tokens are the language model's
         ([*train, str(table), "model.width=3"], "model has no setting 'width'"),
         ([*predict, str(other)], "no column 'b'; there are a, c"),
         ([*predict, str(few)], "looks back 24 rows; there are 20 before the end"),
         ([*predict, str(sparse)], "rows are mostly 3 hours apart, those the model was trained on 1 hour"),
-        ([*predict, str(one)], "holds one row"),
+        ([*predict, str(one)], "looks back 24 rows; there are 1 before the end"),
         ([*predict, str(far)], "'a' has the value 1e+30 in row 220 of 220"),
         ([*predict, str(table), "--at", "2031"], "no row at 2031; the table has 2024-01-01"),
         ([*predict, str(table), "--out", "f.txt"], "--out must end in .csv"),

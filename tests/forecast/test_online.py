@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 from tables import predictor, waves
 
+from titanmem.data.series import write_series
+from titanmem.data.splits import Scaler
 from titanmem.forecast import OnlineForecaster
 from titanmem.forecast.online import online_errors
 
@@ -109,6 +111,59 @@ def test_a_table_that_begins_right_after_the_stream_is_read():
     np.testing.assert_array_equal(online.forecast(), fed(series.values).forecast())
     with pytest.raises(ValueError, match="neither holds nor follows on"):
         online.feed_new(replace(series, times=series.times + 61 * series.step))
+
+
+def test_repeated_times_are_read_once():
+    series = waves(60)
+    times = series.times.copy()
+    times[38:42] = times[38]
+    repeated = replace(series, times=times)
+    online = OnlineForecaster(predictor())
+    assert [online.feed_new(repeated.first(rows)) for rows in (39, 40, 40, 41, 60)] == [39, 1, 0, 1, 19]
+    np.testing.assert_array_equal(online.forecast(), fed(series.values).forecast())
+
+
+def test_gaps_of_a_table_are_filled_from_the_stream_alone(tmp_path):
+    one, values, hours = predictor(), waves(60).values, waves(60).times
+    values[0, 1] = values[29:33, 0] = values[45, 1] = np.nan
+
+    def read(name: str, rows: slice):
+        path = tmp_path / f"{name}.csv"
+        write_series(path, replace(waves(), values=values[rows], times=hours[rows]))
+        return one.read_new(path)
+
+    whole = OnlineForecaster(one)
+    whole.feed_new(read("whole", slice(None)))
+    parts = OnlineForecaster(one)
+    for name, rows in {"a": slice(30), "one": slice(30, 31), "b": slice(31, 60)}.items():
+        parts.feed_new(read(name, rows))
+    np.testing.assert_array_equal(parts.forecast(), whole.forecast())
+    np.testing.assert_array_equal(parts.forecast(), fed(values).forecast())
+    with pytest.raises(ValueError, match="--missing linear looks ahead, which a stream cannot"):
+        one.read_new(tmp_path / "a.csv", missing="linear")
+
+
+def test_a_stream_of_other_weights_or_scales_is_refused(tmp_path):
+    path, same = tmp_path / "stream.safetensors", predictor()
+    fed(waves(40).values).save(path)
+    OnlineForecaster.resume(same, path)
+    retrained, scaled = predictor(), replace(same, scaler=Scaler.fit(waves().values[:120]))
+    next(retrained.model.parameters()).data += 1e-3
+    for other in (retrained, scaled):
+        with pytest.raises(ValueError, match="read by another model: its weights, columns or scales"):
+            OnlineForecaster.resume(other, path)
+
+
+def test_rows_with_names_are_read_by_them():
+    pandas = pytest.importorskip("pandas")
+    values = waves(40).values
+    frame = pandas.DataFrame(values[:, ::-1], columns=["b", "a"])
+    online = OnlineForecaster(predictor())
+    online.feed(frame[:39])
+    online.feed(frame.iloc[39])
+    np.testing.assert_array_equal(online.forecast(), fed(values).forecast())
+    with pytest.raises(ValueError, match="no column 'b'; there are c, a"):
+        online.feed(frame.rename(columns={"b": "c"}))
 
 
 def test_mistakes_are_explained(tmp_path):

@@ -198,7 +198,7 @@ def test_the_commands_train_score_and_predict(tmp_path, folder, capsys, monkeypa
     assert not list(tmp_path.glob("*.part"))
 
 
-def test_pretraining_on_fasta_gives_a_model_to_start_from(tmp_path, folder, monkeypatch):
+def test_pretraining_on_fasta_gives_a_model_to_start_from_and_no_other_kind(tmp_path, folder, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     draw = random.Random(0)
     records = [f">r{i}\n{''.join(draw.choices('ACGT', k=300))}\n" for i in range(30)]
@@ -209,6 +209,12 @@ def test_pretraining_on_fasta_gives_a_model_to_start_from(tmp_path, folder, monk
     assert json.loads((tmp_path / "first" / "model" / "config.json").read_text())["vocab_size"] == VOCABULARY
     assert main(["dna", "train", str(folder), "--init", "first/model", "--out", "second", "steps=2"]) == 0
     assert open_classifier("second/model", "cpu").config.trunk.dim == 16
+    words = ["dna", "train", str(folder), "--init", "first/model", "--out", "third", "steps=2", "--dry-run", "--model"]
+    assert main([*words, "lmm"]) == 0
+    for other, trait in (("cnn", "blocks: lmm"), ("mac", "blocks: lmm"), ("linear", "depth of the memory: 2")):
+        assert main([*words, other]) == 2
+        error = capsys.readouterr().err
+        assert f"--model {other} cannot start from first/model, which is another model ({trait}" in error
 
 
 def test_predictions_go_on_where_they_stopped(tmp_path, folder, monkeypatch):

@@ -73,7 +73,7 @@ class LineRun(RunConfig):
     def open_source(self) -> Source:
         return LineSource(self)
 
-    def write_beside(self, folder: Path) -> None:
+    def write_beside(self, folder: Path, run: Path) -> None:
         (folder / "data.json").write_text(json.dumps({"slope": self.data.slope}))
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 import torch
@@ -9,6 +11,7 @@ from runs import assert_same_weights, losses_of
 
 from titanmem.cli import main
 from titanmem.data.series import Series, write_series
+from titanmem.forecast import Predictor
 from titanmem.models.series import SeriesConfig
 from titanmem.train.config import RunConfig
 from titanmem.train.export import load_run
@@ -68,6 +71,56 @@ def test_no_value_of_validation_or_test_reaches_scaler_or_batches(table, tmp_pat
     for a, b, _ in zip(mine.batches(0, ALONE), theirs.batches(0, ALONE), range(20), strict=False):
         assert torch.equal(a["x"], b["x"])
         assert torch.equal(a["y"], b["y"])
+
+
+@pytest.mark.parametrize("missing", ["last", "linear"])
+def test_no_gap_of_the_training_part_is_filled_from_what_follows(tmp_path, missing):
+    def source(later: float):
+        values = waves()
+        values[154:] = later
+        values[:3, 0] = values[150:158, 1] = np.nan
+        path = tmp_path / f"{later}.csv"
+        write_series(path, Series(["a", "b"], values, np.arange(220), "t"))
+        return small_run(path, **{"data.missing": missing}).open_source()
+
+    mine, theirs = source(1.0), source(1e6)
+    np.testing.assert_array_equal(mine.scaler.mean, theirs.scaler.mean)
+    np.testing.assert_array_equal(mine.scaler.deviation, theirs.scaler.deviation)
+    assert torch.equal(mine.values[:154], theirs.values[:154])
+    assert ("across the end of the training part" in mine.notes[-1]) == (missing == "linear")
+
+
+def test_a_column_without_a_value_to_train_on_is_refused(tmp_path):
+    values = waves()
+    values[:154, 1] = np.nan
+    write_series(tmp_path / "late.csv", Series(["a", "b"], values, np.arange(220), "t"))
+    with pytest.raises(ValueError, match="'b' has no number in the 154 rows to train on; leave the column out"):
+        small_run(tmp_path / "late.csv")
+
+
+def test_shares_that_do_not_add_up_to_1_are_refused():
+    with pytest.raises(ValueError, match=r"shares that add up to 1 .* got \(0.5, 0.1, 0.2\)"):
+        SeriesData(split=(0.5, 0.1, 0.2))
+    assert SeriesData(split=(1, 0, 0)).split == (1, 0, 0)
+
+
+def test_an_export_has_the_scales_of_training_whatever_became_of_the_table(table, tmp_path):
+    run = small_run(table, steps=3)
+    train(run, tmp_path / "run")
+    scaler = run.open_source().scaler
+    rows = np.concatenate([waves(), 100 + waves(300, 1)])
+    for step in ("grown", "gone"):
+        if step == "grown":
+            write_series(table, Series(["a", "b"], rows, np.arange(520), "t"))
+            with pytest.raises(ValueError, match=r"is not what it was when the run in .* began"):
+                train(run, tmp_path / "run")
+        else:
+            table.unlink()
+        assert main(["export", str(tmp_path / "run"), str(tmp_path / step)]) == 0
+        about = json.loads((tmp_path / step / "data.json").read_text())
+        np.testing.assert_array_equal(about["mean"], scaler.mean)
+        np.testing.assert_array_equal(about["deviation"], scaler.deviation)
+    np.testing.assert_array_equal(Predictor.open(tmp_path / "run").scaler.mean, scaler.mean)
 
 
 def test_errors_are_those_of_every_window(table):

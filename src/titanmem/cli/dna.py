@@ -12,6 +12,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from titanmem.train.config import RunConfig
 
+MODELS = (
+    "lmm, mac, mag, mal; linear, gated_delta, delta, ttt, ttt_mlp; attention, window, rmt; cnn, to train only "
+    "(default: lmm, or the model of --init)"
+)
 DATA = "a .csv, a folder with train.csv …, or with train/CLASS/*.txt, or genomic:NAME"
 
 
@@ -24,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     train.add_argument("--init", help="start from this model: what dna pretrain or dna train left in RUN/model")
     for verb in (pretrain, train):
         verb.add_argument("settings", nargs="*", help="key=value, for instance epochs=20 optim.lr=1e-3")
-        verb.add_argument("--model", default="lmm", help="lmm, mac, mag, mal, attention, …, cnn (default: lmm)")
+        verb.add_argument("--model", help=MODELS)
         verb.add_argument("--out", type=Path, help="the run's folder (default: runs/dna-…)")
         verb.add_argument("--dry-run", action="store_true", help="show the config and what it costs, and stop")
     score = verbs.add_parser("eval", help="score a classifier on labelled sequences")
@@ -54,9 +58,10 @@ def run_pretrain(arguments: argparse.Namespace) -> int:
     from titanmem.train.export import export
 
     settings = parse_settings(arguments.settings)
-    config = pretraining(arguments.model, arguments.source).change(settings)
+    name = arguments.model or "lmm"
+    config = pretraining(name, arguments.source).change(settings)
     config = config.fit({*settings, "data.source", "data.tokenizer"})
-    out = arguments.out or Path("runs") / f"dna-pretrain-{_short(arguments.source)}-{arguments.model}"
+    out = arguments.out or Path("runs") / f"dna-pretrain-{_short(arguments.source)}-{name}"
     found = _train(config, out, arguments.dry_run)
     if found is not None and found["complete"] and _first():
         export(out, out / "model", best=found["best"] is not None)
@@ -65,13 +70,16 @@ def run_pretrain(arguments: argparse.Namespace) -> int:
 
 
 def run_train(arguments: argparse.Namespace) -> int:
-    from titanmem.recipes.dna import classification
+    from titanmem.recipes.dna import check_start, classification
     from titanmem.train.config import parse_settings
 
     settings = parse_settings(arguments.settings)
     settings |= {"init": arguments.init} if arguments.init else {}
-    config = classification(arguments.model, arguments.source).change(settings).fit(settings)
-    out = arguments.out or Path("runs") / f"dna-{_short(arguments.source)}-{arguments.model}"
+    name = arguments.model or "lmm"
+    config = classification(name, arguments.source).change(settings).fit(settings)
+    if arguments.model is not None and config.init is not None:
+        check_start(arguments.model, config.model.trunk, config.init)
+    out = arguments.out or Path("runs") / f"dna-{_short(arguments.source)}-{name}"
     found = _train(config, out, arguments.dry_run)
     if found is None or not found["complete"]:
         return 0 if found is None else 130

@@ -28,7 +28,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     train.add_argument("--look-back", type=int, default=96, help="steps a forecast looks back (default: 96)")
     train.add_argument("--columns", help="A,B,C (default: all but the time)")
     train.add_argument(
-        "--split", help="shares of training, validation, test (default: 0.7,0.1,0.2), or numbers of rows"
+        "--split",
+        help="shares of training, validation, test that add up to 1 (default: 0.7,0.1,0.2), or numbers of rows",
     )
     train.add_argument("--epochs", type=int, default=10, help="at most so many (default: 10)")
     train.add_argument("--online", action="store_true", help="train on chains of windows, for titanmem forecast online")
@@ -45,7 +46,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     predict = _verb(verbs, "predict", "forecast what follows a table")
     predict.add_argument("model", type=Path, help="a run of titanmem forecast train, or what titanmem export wrote")
     predict.add_argument("table", type=Path)
-    predict.add_argument("--at", help="forecast from this time on, to compare with what the table has after it")
+    predict.add_argument(
+        "--at", help="forecast from this time on (a date alone: its first row), to compare with what came"
+    )
     predict.add_argument("--out", type=Path, default=Path("forecast.csv"), help="(default: forecast.csv, and .png)")
     _add_reading(predict)
 
@@ -132,9 +135,12 @@ def train_table(arguments: argparse.Namespace) -> int:
 
 
 def evaluate(arguments: argparse.Namespace) -> int:
+    from titanmem.forecast.online import check_memory
     from titanmem.forecast.predictor import Predictor
 
     predictor = Predictor.open(arguments.model)
+    if arguments.online:
+        check_memory(predictor.model.config)
     table = arguments.table or Path(predictor.data.path)
     series = predictor.read(table, **_reading(arguments))
     first = predictor.look_back
@@ -217,7 +223,7 @@ def follow(arguments: argparse.Namespace) -> int:
     from titanmem.forecast.predictor import Predictor
 
     predictor = Predictor.open(arguments.model)
-    series = predictor.read(arguments.table, **_reading(arguments))
+    series = predictor.read_new(arguments.table, **_reading(arguments))
     _say(series, arguments.table)
     begun = arguments.state.exists()
     online = OnlineForecaster.resume(predictor, arguments.state) if begun else OnlineForecaster(predictor)

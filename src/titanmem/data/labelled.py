@@ -205,12 +205,23 @@ def _read_folder(folder: Path) -> Iterator[Row]:
         files = sorted(place.glob("*.txt"), key=lambda file: _order(file.stem))
         require(bool(files), f"{place} holds no .txt files; expected one per sequence")
         for file in files:
-            try:
-                ids = encode_bases(file.read_bytes())
-            except ValueError as error:
-                raise ValueError(f"{file}: {error}") from error
+            ids = _read_bases(file)
             require(len(ids) > 0, f"{file} is empty")
             yield Row(file.stem, ids, place.name, str(file))
+
+
+def _read_bases(file: Path) -> bytes:
+    """All lines of a file without names."""
+    text = file.read_bytes()
+    try:
+        return encode_bases(text)
+    except ValueError:
+        for number, line in enumerate(text.split(b"\n"), 1):
+            try:
+                encode_bases(line)
+            except ValueError as error:
+                raise ValueError(f"{file}, line {number}: {error}") from None
+        raise
 
 
 def _fetch(name: str) -> Path:

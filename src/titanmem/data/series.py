@@ -24,9 +24,19 @@ MISSING = ("last", "linear", "error")
 IRREGULAR = ("fill", "keep", "error")
 _TIME_NAMES = ("date", "time", "datetime", "timestamp", "date time", "date_time", "ds", "index")
 _ABSENT = ("", "na", "n/a", "nan", "null", "none", "-", "?", "<na>")
-_MONTH = np.timedelta64(28, "D")
+_DAY, _MONTH = np.timedelta64(1, "D"), np.timedelta64(28, "D")
+_UNITS = {"day": 86_400_000_000, "hour": 3_600_000_000, "minute": 60_000_000}  # microseconds
 _MOST = 10  # times as many rows as there are: more would be inserted only by mistake
 _LARGEST = 1e100  # of a value: deviations of larger ones overflow
+_LARGEST_TIME = 10**18  # of a whole number that is a time: differences of larger ones overflow
+
+
+@dataclass(frozen=True)
+class Months:
+    """A step of whole months. `end`: rows stand on the last day of a month."""
+
+    count: int
+    end: bool = False
 
 
 @dataclass(frozen=True)
@@ -37,7 +47,7 @@ class Series:
     values: np.ndarray  # [T, C] float64
     times: np.ndarray  # [T] datetime64[us], or whole numbers
     time: str = "row"  # the time column's name
-    step: Any = 1  # between rows: timedelta64, or a number
+    step: Any = 1  # between rows: timedelta64, Months, or a number
     lines: np.ndarray | None = None  # [T] where each row stands in its file; 0: inserted
     notes: list[str] = field(default_factory=list)  # what was imperfect, and what was done about it
 
@@ -47,6 +57,11 @@ class Series:
     def after(self, count: int) -> np.ndarray:
         """The times of the next rows."""
         return step_times(self.times[-1], self.step, np.arange(1, count + 1))
+
+    def first(self, count: int) -> Series:
+        """The first rows."""
+        lines = None if self.lines is None else self.lines[:count]
+        return replace(self, values=self.values[:count], times=self.times[:count], lines=lines)
 
     def choose(self, columns: Sequence[str]) -> Series:
         """The same rows of some columns, in that order."""
@@ -70,7 +85,13 @@ class Reading:
 
 
 def read_series(path: str | Path, how: Reading | None = None) -> Series:
-    """Read, check and complete a table. The last few files are remembered."""
+    """Read, check and complete a table."""
+    how = how or Reading()
+    return fill_missing(read_rows(path, how), how.missing, str(path))
+
+
+def read_rows(path: str | Path, how: Reading | None = None) -> Series:
+    """The same with missing values left as NaN. The last few files are remembered."""
     file = Path(path)
     if not file.is_file():
         raise FileNotFoundError(f"no table at {file}; expected a .csv or .parquet file")
@@ -82,9 +103,7 @@ def read_series(path: str | Path, how: Reading | None = None) -> Series:
 def _read(file: Path, how: Reading, *_: int) -> Series:
     raw = _read_parquet(file, how) if file.suffix.lower() in (".parquet", ".pq") else _read_csv(file, how)
     notes = _check_order(file, raw, how.irregular == "keep")
-    series = complete_rows(replace(raw, notes=[*raw.notes, *notes]), how.irregular, str(file))
-    values, filled = fill_missing(series, how.missing, str(file))
-    return replace(series, values=values, notes=[*series.notes, *filled])
+    return complete_rows(replace(raw, notes=[*raw.notes, *notes]), how.irregular, str(file))
 
 
 # -- files --------------------------------------------------------------------------------------------------------
@@ -97,8 +116,7 @@ def _read_csv(file: Path, how: Reading) -> Series:
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=mark)
     names = [name.strip() for name in next(reader, [])]
     require(len(names) > 0, f"{file} is empty; expected a header with column names and rows of numbers")
-    twice = sorted({name for name in names if names.count(name) > 1})
-    require(not twice, f"{file}, line 1: several columns are called {', '.join(map(repr, twice))}; rename them")
+    _check_names(f"{file}, line 1", names)
     rows = _rows(file, reader, len(names))
     first = next(rows, None)
     require(first is not None, f"{file} has a header and no rows")
@@ -139,6 +157,15 @@ def _rows(file: Path, reader: Any, width: int) -> Iterator[tuple[int, list[str]]
         ) from error
 
 
+def _check_names(where: str, names: Sequence[str]) -> None:
+    twice = _repeated(names)
+    require(not twice, f"{where}: several columns are called {twice}; rename them")
+
+
+def _repeated(names: Sequence[str]) -> str:
+    return ", ".join(sorted({repr(name) for name in names if names.count(name) > 1}))
+
+
 def _chain(first: tuple[int, list[str]], rest: Iterator[tuple[int, list[str]]]) -> Iterator[tuple[int, list[str]]]:
     yield first
     yield from rest
@@ -159,27 +186,33 @@ def _decode(file: Path) -> tuple[str, list[str]]:
 
 def _read_parquet(file: Path, how: Reading) -> Series:
     parquet = load_package("pyarrow.parquet", "reading Parquet", "forecast")
+    names = list(parquet.read_schema(file).names)
+    _check_names(str(file), names)
     table = parquet.read_table(file)
-    names = list(table.column_names)
     require(table.num_rows > 0, f"{file} has no rows")
     time = _find_time(file, how, names, [str(column[0].as_py()) for column in table.columns])
     columns = _find_columns(file, how, names, time)
-    found = []
-    for column in columns:
-        held = table.column(column)
-        try:
-            found.append(held.cast("float64").to_numpy(zero_copy_only=False))
-        except (ValueError, TypeError, NotImplementedError) as error:  # pyarrow's own errors are among these
-            kind = held.type
-            raise ValueError(
-                f"{file}: column {column!r} holds {kind}, not numbers; leave it out with --columns"
-            ) from error
+    found = [_parquet_column(file, column, table.column(column)) for column in columns]
     lines = np.arange(1, table.num_rows + 1)
     times: list[Any] = list(range(table.num_rows))
     if time is not None:
         cells = table.column(time).to_pylist()
         times = [_time(file, int(line), time, cell, how) for line, cell in zip(lines, cells, strict=True)]
     return _made(file, columns, np.stack(found, 1).astype(np.float64), times, time, lines, [])
+
+
+def _parquet_column(file: Path, name: str, held: Any) -> np.ndarray:
+    """Numbers, or words that are numbers. Whole numbers beyond 2^53 are rounded, as those of a CSV are."""
+    if str(held.type) in ("string", "large_string", "string_view"):
+        cells = enumerate(held.to_pylist(), 1)
+        return np.array([_number(file, row, name, cell or "") for row, cell in cells])
+    try:
+        numbers: np.ndarray = held.cast("float64", safe=False).to_numpy(zero_copy_only=False)
+    except (ValueError, TypeError, NotImplementedError) as error:  # pyarrow's own errors are among these
+        raise ValueError(
+            f"{file}: column {name!r} holds {held.type}, not numbers; leave it out with --columns"
+        ) from error
+    return numbers
 
 
 def _made(
@@ -250,9 +283,11 @@ def _find_columns(file: Path, how: Reading, names: Sequence[str], time: str | No
 
 
 def check_columns(chosen: Sequence[str], there: Sequence[str]) -> None:
-    """Raise for columns that are not there."""
+    """Raise for columns that are not there or chosen twice."""
     absent = [name for name in chosen if name not in there]
-    require(not absent, f"no column {', '.join(map(repr, absent))}; there are {', '.join(there)}")
+    require(not absent, f"no column {', '.join(map(repr, absent))}; there are {', '.join(map(str, there))}")
+    twice = _repeated(chosen)
+    require(not twice, f"the columns are named twice: {twice}; name each once")
 
 
 def _number(file: Path, line: int, column: str, cell: str) -> float:
@@ -277,15 +312,16 @@ def _time(file: Path, line: int, name: str, cell: Any, how: Reading) -> Any:
             if how.time_format is not None:
                 cell = datetime.strptime(cell, how.time_format)
             elif cell.lstrip("-").isdigit() and not (len(cell) == 8 and cell[:2] in ("19", "20")):
-                return int(cell)
+                cell = int(cell)
             else:
                 cell = datetime.fromisoformat(cell)
         if isinstance(cell, int):
+            require(abs(cell) < _LARGEST_TIME, "too large")
             return cell
         cell = cell if isinstance(cell, datetime) else datetime(cell.year, cell.month, cell.day)
         return cell if cell.tzinfo is None else cell.astimezone(UTC)
     except (ValueError, AttributeError):
-        iso = "ISO 8601 (2024-01-31 18:00) or a whole number"
+        iso = "ISO 8601 (2024-01-31 18:00) or a whole number of at most 18 digits"
         expected = f"the format {how.time_format!r}" if how.time_format else iso
         raise ValueError(
             f"{file}, line {line}, column {name!r}: {cell!r} is no time; expected {expected}"
@@ -329,14 +365,19 @@ def show_time(value: Any) -> str:
 
 
 def find_step(times: np.ndarray) -> Any:
-    """The most common distance of rows; whole months where all rows stand at the same time of a month."""
+    """The most common distance of rows; whole months where all rows stand at the same time of a month, or on its last
+    day."""
     if len(times) < 2:
         return np.timedelta64(1, "D") if times.dtype.kind == "M" else 1
     if times.dtype.kind == "M":
         months = times.astype("datetime64[M]")
-        apart = np.diff(months.astype(np.int64))
-        if np.diff(times).min() >= _MONTH and len(np.unique(times - months.astype(times.dtype))) == 1:
-            return np.timedelta64(int(_commonest(apart)), "M")
+        apart = int(_commonest(np.diff(months.astype(np.int64))))
+        if np.diff(times).min() >= _MONTH:
+            left = (months + 1).astype(times.dtype) - times  # of the month
+            if len(np.unique(left)) == 1 and left[0] <= _DAY:
+                return Months(apart, end=True)
+            if len(np.unique(times - months.astype(times.dtype))) == 1:
+                return Months(apart)
         return np.timedelta64(int(_commonest(np.diff(times).astype(np.int64))), "us")
     return _commonest(np.diff(times)).item()
 
@@ -348,10 +389,10 @@ def _commonest(values: np.ndarray) -> Any:
 
 def step_times(start: Any, step: Any, count: np.ndarray) -> np.ndarray:
     """start + count · step, also by months."""
-    if isinstance(step, np.timedelta64) and np.datetime_data(step.dtype)[0] == "M":
-        month = start.astype("datetime64[M]")
+    if isinstance(step, Months):
+        month = start.astype("datetime64[M]") + int(step.end)  # the border that rows keep their distance from
         rest = start - month.astype(start.dtype)
-        return (month + count * step).astype(start.dtype) + rest
+        return (month + count * step.count).astype(start.dtype) + rest
     return start + count * step
 
 
@@ -396,9 +437,9 @@ def complete_rows(series: Series, how: str, name: str) -> Series:
 
 def _places(times: np.ndarray, step: Any) -> np.ndarray | None:
     """The number of steps of every row from the first; None if some fall between."""
-    if isinstance(step, np.timedelta64) and np.datetime_data(step.dtype)[0] == "M":
+    if isinstance(step, Months):
         month = times.astype("datetime64[M]").astype(np.int64)
-        apart, size = month - month[0], step.astype(np.int64)
+        apart, size = month - month[0], np.int64(step.count)
     else:
         apart = (times - times[0]).astype(np.int64) if times.dtype.kind == "M" else times - times[0]
         size = step.astype(np.int64) if isinstance(step, np.timedelta64) else step
@@ -406,30 +447,44 @@ def _places(times: np.ndarray, step: Any) -> np.ndarray | None:
 
 
 def show_step(step: Any) -> str:
-    """A step in words."""
+    """A step in words. Those of months do not tell on which day."""
+    if isinstance(step, Months):
+        return f"{step.count} month{'s' if step.count > 1 else ''}"
     if not isinstance(step, np.timedelta64):
         return str(step)
-    if np.datetime_data(step.dtype)[0] == "M":
-        count = int(step.astype(np.int64))
-        return f"{count} month{'s' if count > 1 else ''}"
-    seconds = int(step.astype("timedelta64[us]").astype(np.int64)) / 1e6
-    for name, size in (("day", 86_400), ("hour", 3600), ("minute", 60)):
-        if seconds >= size and seconds % size == 0:
-            count = round(seconds / size)
+    micros = int(step.astype("timedelta64[us]").astype(np.int64))
+    for name, size in _UNITS.items():
+        if micros >= size and micros % size == 0:
+            count = micros // size
             return f"{count} {name}{'s' if count > 1 else ''}"
-    return f"{seconds:g} s"
+    return f"{micros / 1e6:.15g} s"
+
+
+def parse_step(text: str, time: Any) -> Any:
+    """The step that `show_step` shows so, of rows like one at `time`."""
+    count, _, unit = text.partition(" ")
+    dated = isinstance(time, np.datetime64)
+    require(
+        dated == bool(unit),
+        f"the time {show_time(time)} is {'a date' if dated else 'a number'}, but rows are {text} apart",
+    )
+    if unit.startswith("month"):
+        return Months(int(count), end=bool((time + _DAY).astype("datetime64[M]") > time.astype("datetime64[M]")))
+    if unit:
+        size = _UNITS.get(unit.removesuffix("s"), 1_000_000)
+        return np.timedelta64(round(float(count) * size), "us")
+    return float(count) if "." in count else int(count)
 
 
 # -- missing values -----------------------------------------------------------------------------------------------
 
 
-def fill_missing(series: Series, how: str, name: str) -> tuple[np.ndarray, list[str]]:
-    """Values without gaps, and a note per column that had some."""
-    values, notes = series.values, list[str]()
-    absent = np.isnan(values)
+def fill_missing(series: Series, how: str, name: str) -> Series:
+    """The series without gaps, and with a note per column that had some."""
+    absent = np.isnan(series.values)
     if not absent.any():
-        return values, notes
-    values = values.copy()
+        return series
+    values, notes = series.values.copy(), list(series.notes)
     for index in np.flatnonzero(absent.any(0)):
         gone, column = absent[:, index], series.columns[index]
         where = f"{int(gone.sum()):,} of {len(gone):,} values of {column!r} are missing"
@@ -446,7 +501,25 @@ def fill_missing(series: Series, how: str, name: str) -> tuple[np.ndarray, list[
             before = np.maximum.accumulate(np.where(gone, -1, np.arange(len(gone))))
             values[:, index] = values[np.where(before < 0, there[0], before), index]
             notes.append(f"{where}; each takes the value before it")
-    return values, notes
+    return replace(series, values=values, notes=notes)
+
+
+def fill_parts(series: Series, train: int, how: str, name: str) -> Series:
+    """The same, with the first `train` rows filled from themselves alone: what is learnt from them knows nothing of
+    what follows."""
+    part = series.first(train)
+    empty = [column for column, gone in zip(part.columns, np.isnan(part.values).all(0), strict=True) if gone]
+    whole = fill_missing(series, how, name)
+    require(
+        train == 0 or not empty,
+        f"{name}: {', '.join(map(repr, empty))} has no number in the {train:,} rows to train on; leave the column out "
+        "with --columns, or train on more rows with --split",
+    )
+    mine = fill_missing(part, how, name).values
+    if np.array_equal(mine, whole.values[:train]):
+        return whole
+    note = "a gap across the end of the training part keeps the value before it there"
+    return replace(whole, values=np.concatenate([mine, whole.values[train:]]), notes=[*whole.notes, note])
 
 
 def write_series(path: str | Path, series: Series) -> None:

@@ -7,7 +7,7 @@ their part, so that its first row is also predicted; every window counts. The sc
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -28,7 +28,8 @@ class Splits(Config):
 
     @staticmethod
     def of(rows: int, shares: Sequence[float]) -> Splits:
-        """By shares (0.7, 0.1, 0.2), whose remainder goes to validation, or by numbers of rows (8640, 2880, 2880)."""
+        """By shares that add up to 1 (0.7, 0.1, 0.2), or by numbers of rows (8640, 2880, 2880). What rounding leaves
+        goes to validation."""
         first, middle, last = shares
         if all(type(share) is int for share in shares) and sum(shares) > 1:
             total = sum(shares)
@@ -47,8 +48,7 @@ class Splits(Config):
     def cut(self, series: Series) -> tuple[Series, int]:
         """A series up to the end of its test part, and where that begins."""
         first = self.train + self.validation
-        last = first + self.test
-        return replace(series, values=series.values[:last], times=series.times[:last]), first
+        return series.first(first + self.test), first
 
     def windows(self, part: str, look_back: int, horizon: int) -> int:
         """How many windows a part has."""
@@ -65,9 +65,11 @@ class Scaler:
 
     @staticmethod
     def fit(values: np.ndarray) -> Scaler:
-        """From rows [T, C]; a constant column is only centred."""
-        deviation = values.std(0)
-        return Scaler(values.mean(0), np.where(deviation > 0, deviation, 1.0))
+        """From rows [T, C]; a constant column, up to what its sums are rounded by, is only centred."""
+        mean, deviation = values.mean(0), values.std(0)
+        rounding = len(values) * np.finfo(np.float64).eps
+        constant = deviation**2 <= rounding * deviation**2 + (rounding * mean) ** 2
+        return Scaler(mean, np.where(constant, 1.0, deviation))
 
     def apply(self, values: np.ndarray) -> np.ndarray:
         return (values - self.mean) / self.deviation

@@ -20,6 +20,7 @@ from titanmem.train.export import load_run
 from titanmem.train.loop import train
 
 load_package("sktime", "TitansForecaster", "forecast")
+from sktime.datatypes import update_data  # noqa: E402
 from sktime.forecasting.base import BaseForecaster  # noqa: E402
 
 
@@ -30,7 +31,8 @@ class TitansForecaster(BaseForecaster):
 
     The horizon is the farthest step of `fh`. The last tenth of the rows decides when to stop, where it is long enough.
     `settings` are those of `titanmem forecast train`, for instance {"model.dim": 32, "optim.lr": 1e-3}. New rows that
-    `update` brings are looked back on; the weights stay as they were fitted.
+    `update` brings, or brings anew, are looked back on; the weights stay as they were fitted. `random_state` is a
+    number, numpy's RandomState, or None for 0.
     """
 
     _tags: ClassVar[dict[str, Any]] = {
@@ -59,7 +61,7 @@ class TitansForecaster(BaseForecaster):
         mixer: str = "lmm",
         epochs: int = 10,
         settings: dict[str, Any] | None = None,
-        random_state: int = 0,
+        random_state: Any = 0,
         verbose: bool = False,
     ) -> None:
         self.look_back = look_back
@@ -80,7 +82,7 @@ class TitansForecaster(BaseForecaster):
         chosen = {
             "model.horizon": horizon, "model.look_back": look_back,
             "model.patch": patch, "model.stride": -(-patch // 2),
-            "data.epochs": self.epochs, "data.time": "none", "data.irregular": "keep", "seed": self.random_state or 0,
+            "data.epochs": self.epochs, "data.time": "none", "data.irregular": "keep", "seed": self._seed(),
             "data.split": [0.9, 0.1, 0.0] if decides else [1.0, 0.0, 0.0],
             **(self.settings or {}),
         }  # fmt: skip
@@ -90,15 +92,23 @@ class TitansForecaster(BaseForecaster):
             table = Path(folder) / "table.csv"
             write_series(table, Series(columns, values, np.arange(rows)))
             given = {**chosen, "data.path": str(table), "data.columns": columns}
-            config = series_run(self.mixer).change(given).fit(given)
+            try:
+                config = series_run(self.mixer).change(given).fit(given)
+            except ValueError as error:
+                raise ValueError(str(error).replace(str(table), "y")) from None
             train(config, Path(folder) / "run")
             model, _ = load_run(Path(folder) / "run", best=config.data.split[1] > 0)
             _, splits = config.data.table()
         scaler = Scaler.fit(values[: splits.train])
-        self.recent_ = values[-look_back:]
+        self.recent_ = y.iloc[-look_back:]
         self.names_ = y.columns
         self.predictor_ = Predictor(model.eval(), columns, scaler, config.data, "1")
         return self
+
+    def _seed(self) -> int:
+        """What numpy's RandomState draws; 0 for None."""
+        given = self.random_state
+        return int(given.randint(2**31 - 1) if hasattr(given, "randint") else given or 0)
 
     def _said(self) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext() if self.verbose else contextlib.redirect_stderr(io.StringIO())
@@ -107,15 +117,15 @@ class TitansForecaster(BaseForecaster):
     def _predict(self, fh: Any, X: Any) -> Any:
         import pandas
 
-        series = Series(self.predictor_.columns, self.recent_, np.arange(len(self.recent_)))
+        rows = self.recent_.to_numpy(dtype=np.float64)
+        series = Series(self.predictor_.columns, rows, np.arange(len(rows)))
         values = self.predictor_.predict(series).values
         steps = np.asarray(fh.to_relative(self.cutoff), dtype=int)
         index = fh.to_absolute_index(self.cutoff)
         return pandas.DataFrame(values[steps - 1], index=index, columns=self.names_)
 
     def _update(self, y: Any, X: Any = None, update_params: bool = True) -> TitansForecaster:
-        rows = np.concatenate([self.recent_, y.to_numpy(dtype=np.float64)])
-        self.recent_ = rows[-self.predictor_.look_back :]
+        self.recent_ = update_data(self.recent_, y)[self.names_].iloc[-self.predictor_.look_back :]
         return self
 
     @classmethod

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from titanmem.config import require
-from titanmem.data.series import Series, show_step, show_time, step_times
+from titanmem.data.series import Series, check_columns, show_step, show_time, step_times
 from titanmem.forecast.predictor import Predictor
-from titanmem.models.series import Forecaster
+from titanmem.models.series import Forecaster, SeriesConfig
 from titanmem.state import ModelState, State, check_same_config
 from titanmem.train.series import MOST_ROWS
 
@@ -35,7 +35,9 @@ class StreamState(State):
     model: ModelState | None  # None: no window was read yet
     seen: int = 0  # rows of the stream
     last: str | None = None  # the newest row's time
+    repeats: int = 1  # rows in a row that had it
     config: dict[str, Any] | None = None
+    identity: str | None = None  # of the weights and scales that read it
 
 
 class OnlineForecaster:
@@ -48,19 +50,17 @@ class OnlineForecaster:
     """
 
     def __init__(self, predictor: Predictor, state: StreamState | None = None) -> None:
-        config = predictor.model.config
-        require(
-            config.learns_online,
-            f"{config.mixer} has no memory that goes on from window to window; train lmm, mac, mag or mal",
-        )
+        config, identity = predictor.model.config, predictor.identity
+        check_memory(config)
         self.predictor = predictor
         if state is None:
             empty = torch.zeros(len(predictor.columns), 0, device=predictor.device)
-            state = StreamState(empty, None, config=config.to_dict())
+            state = StreamState(empty, None, config=config.to_dict(), identity=identity)
         check_same_config(config.to_dict(), state.config, "go on", "stream")
         require(
-            len(state.recent) == len(predictor.columns),
-            f"the stream has {len(state.recent)} columns, the model {len(predictor.columns)}",
+            state.identity == identity,
+            "the stream was read by another model: its weights, columns or scales are not those of this one, so its "
+            "memory means something else; go on with the model that began it, or start a new stream",
         )
         self.state = state.to(predictor.device)
 
@@ -79,11 +79,15 @@ class OnlineForecaster:
         return self.state.recent.shape[1] >= self.predictor.look_back
 
     @torch.no_grad()
-    def feed(self, rows: np.ndarray | Tensor, last: str | None = None) -> None:
-        """Read rows [n, C], or one row [C], of which `last` is the newest one's time. A missing value (NaN) takes the
-        one before."""
-        given = np.atleast_2d(np.asarray(rows, dtype=np.float64))
+    def feed(self, rows: Any, last: str | None = None) -> None:
+        """Read rows [n, C], or one row [C], of which `last` is the newest one's time. What has names, such as a
+        DataFrame, is read by them. A missing value (NaN) takes the one before; the first ones, the mean."""
         columns = self.predictor.columns
+        names = rows.keys() if hasattr(rows, "keys") else getattr(rows, "columns", None)
+        if names is not None:
+            check_columns(columns, list(names))
+            rows = np.stack([np.asarray(rows[name], dtype=np.float64) for name in columns], -1)
+        given = np.atleast_2d(np.asarray(rows, dtype=np.float64))
         require(
             given.ndim == 2 and given.shape[1] == len(columns),
             f"rows must have the columns {', '.join(columns)}: [rows, {len(columns)}], got {list(given.shape)}",
@@ -94,13 +98,12 @@ class OnlineForecaster:
         while recent.shape[1] >= 2 * length:
             _, model = self.predictor.model(recent[:, :length].T.unsqueeze(0), state=model)
             recent = recent[:, length:]
-        self.state = replace(
-            state, recent=recent, model=model, seen=state.seen + len(given), last=last if len(given) else state.last
-        )
+        state = replace(state, recent=recent, model=model, seen=state.seen + len(given))
+        self.state = replace(state, last=last, repeats=1) if len(given) else state
 
     def feed_new(self, series: Series) -> int:
         """Read the rows of a table that are newer than what was read; returns how many. The table holds the last row
-        that was read, or begins right after it."""
+        that was read, or begins right after it. Of several rows with that time, those are new that were not there."""
         times = [show_time(time) for time in series.times]
         last, first = self.state.last, 0
         require(
@@ -108,7 +111,7 @@ class OnlineForecaster:
             f"{self.state.seen:,} rows were fed without their times, so it is unknown which rows are new; feed them",
         )
         if last in times:
-            first = times.index(last) + 1
+            first = times.index(last) + min(times.count(last), self.state.repeats)
         elif last is not None:
             before = show_time(step_times(series.times[0], series.step, np.array([-1]))[0])
             require(
@@ -118,7 +121,9 @@ class OnlineForecaster:
                 "stream",
             )
         if first < len(times):
+            repeats = times[first:].count(times[-1]) + (self.state.repeats if times[-1] == last else 0)
             self.feed(series.choose(self.predictor.columns).values[first:], times[-1])
+            self.state = replace(self.state, repeats=repeats)
         return len(times) - first
 
     @torch.no_grad()
@@ -131,6 +136,14 @@ class OnlineForecaster:
         window = self.state.recent[:, -self.predictor.look_back :].T.unsqueeze(0)
         out = self.predictor.model(window, state=self.state.model)[0][0]
         return self.predictor.scaler.undo(out.cpu().double().numpy())
+
+
+def check_memory(config: SeriesConfig) -> None:
+    """Refuse models that have nothing to carry along a stream."""
+    require(
+        config.learns_online,
+        f"{config.mixer} has no memory that goes on from window to window; train lmm, mac, mag or mal",
+    )
 
 
 def fill_forward(rows: Tensor) -> Tensor:

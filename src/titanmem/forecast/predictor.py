@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,15 +13,14 @@ import torch
 from torch import Tensor
 
 from titanmem.config import require
-from titanmem.data.series import Series, check_columns, read_series, show_step, show_time
+from titanmem.data.series import Reading, Series, fill_missing, parse_step, read_rows, show_step, show_time
 from titanmem.data.splits import Scaler
 from titanmem.models.base import find_device, load
 from titanmem.models.series import Forecaster
 from titanmem.train.config import RunConfig
 from titanmem.train.export import export, read_run
-from titanmem.train.series import SeriesData, SeriesRun, window_errors
+from titanmem.train.series import BESIDE, SeriesData, SeriesRun, window_errors
 
-BESIDE = "data.json"
 FARTHEST = 1e12  # of a scaled value from 0: sums of squares of larger ones are no float32
 
 
@@ -57,14 +57,34 @@ class Predictor:
         """A table as the model's own was read; `how` overrides settings of `Reading`. Its rows must be as far apart as
         there, unless they are numbered or taken as they stand."""
         asked = replace(self.data.reading(), columns=tuple(self.columns), **how)
-        series = read_series(path, asked)
-        if asked.irregular != "keep" and (asked.time or "").lower() != "none":
-            require(len(series) > 1, f"{path} holds one row, which does not tell how far apart rows are; give more")
-            require(
-                show_step(series.step) == self.step,
-                f"{path}: rows are mostly {show_step(series.step)} apart, those the model was trained on {self.step}; "
-                "give such a table, or take rows as they stand with --irregular keep",
-            )
+        return fill_missing(self._read(path, asked), asked.missing, str(path))
+
+    def read_new(self, path: str | Path, **how: Any) -> Series:
+        """The same for a stream, which fills missing values from its own past: they are left as NaN."""
+        require(
+            how.get("missing") != "linear",
+            "--missing linear looks ahead, which a stream cannot; leave it out: a missing value takes the one before",
+        )
+        asked = replace(self.data.reading(), columns=tuple(self.columns), **how)
+        series = self._read(path, asked)
+        gone = int(np.isnan(series.values).sum())
+        if gone == 0 or asked.missing == "error":
+            return fill_missing(series, asked.missing, str(path))
+        note = f"{gone:,} of {series.values.size:,} values are missing; each takes the value before it in the stream"
+        return replace(series, notes=[*series.notes, note])
+
+    def _read(self, path: str | Path, asked: Reading) -> Series:
+        """Rows with their gaps, as far apart as those of the model's own table."""
+        series = read_rows(path, asked)
+        if (asked.time or "").lower() == "none":
+            return series
+        if len(series) == 1:
+            return replace(series, step=parse_step(self.step, series.times[0]))
+        require(
+            asked.irregular == "keep" or show_step(series.step) == self.step,
+            f"{path}: rows are mostly {show_step(series.step)} apart, those the model was trained on {self.step}; "
+            "give such a table, or take rows as they stand with --irregular keep",
+        )
         return series
 
     @property
@@ -77,7 +97,6 @@ class Predictor:
 
     def scaled(self, series: Series) -> Tensor:
         """The model's columns of a table, scaled, [T, C] on its device."""
-        check_columns(self.columns, series.columns)
         return self.scale(series.choose(self.columns).values)
 
     def scale(self, rows: np.ndarray) -> Tensor:
@@ -93,6 +112,13 @@ class Predictor:
         return torch.from_numpy(values.astype(np.float32)).to(self.device)
 
     @property
+    def identity(self) -> str:
+        """A hash of what turns rows into forecasts: weights, columns and scales."""
+        held = hashlib.sha256(json.dumps([self.model.digest(), list(self.columns)]).encode())
+        held.update(np.stack([self.scaler.mean, self.scaler.deviation]).tobytes())
+        return held.hexdigest()[:32]
+
+    @property
     def device(self) -> torch.device:
         return next(self.model.parameters()).device
 
@@ -100,6 +126,7 @@ class Predictor:
     def predict(self, series: Series, origin: int | None = None) -> Series:
         """The `horizon` rows after a series, or after its first `origin` rows."""
         origin = len(series) if origin is None else origin
+        require(0 <= origin <= len(series), f"origin={origin} is none of the {len(series):,} rows, nor after the last")
         require(
             origin >= self.look_back,
             f"a forecast looks back {self.look_back} rows; there are {origin} before {self._place(series, origin)}: "
@@ -107,7 +134,7 @@ class Predictor:
         )
         values = self.scaled(series)[origin - self.look_back : origin]
         out = self.model(values.unsqueeze(0))[0][0].cpu().double().numpy()
-        times = replace(series, times=series.times[:origin]).after(self.horizon)
+        times = series.first(origin).after(self.horizon)
         return Series(list(self.columns), self.scaler.undo(out), times, series.time, series.step)
 
     @staticmethod
@@ -143,14 +170,21 @@ def _evaluated(config: RunConfig) -> bool:
 
 
 def find_origin(series: Series, at: str) -> int:
-    """The row of a time; of a date or hour alone, the first row in it."""
-    times = [show_time(time) for time in series.times]
-    dated, asked = series.times.dtype.kind == "M", at.strip().replace("T", " ")
-    wanted = (row for row, time in enumerate(times) if time == asked or (dated and time.startswith(asked)))
-    found = next(wanted, None)
-    if found is None:
-        raise ValueError(f"no row at {at}; the table has {times[0]} … {times[-1]}, {show_step(series.step)} apart")
-    return found
+    """The row of a time; of a whole date or hour alone, the first row in it."""
+    times = series.times
+    try:
+        asked = np.datetime64(at.strip()) if times.dtype.kind == "M" else int(at)
+        require(not (isinstance(asked, np.datetime64) and np.isnat(asked)), "no time")
+    except ValueError:
+        kind = "a time such as 2024-03-01 or 2024-03-01 18:00" if times.dtype.kind == "M" else "a whole number"
+        raise ValueError(f"--at takes {kind}, got {at!r}") from None
+    rounded = times.astype(asked.dtype) if isinstance(asked, np.datetime64) else times
+    found = np.flatnonzero(rounded == asked)
+    require(
+        len(found) > 0,
+        f"no row at {at}; the table has {show_time(times[0])} … {show_time(times[-1])}, {show_step(series.step)} apart",
+    )
+    return int(found[0])
 
 
 def rolling(predictor: Predictor, series: Series, first: int) -> list[tuple[int, Series]]:

@@ -139,12 +139,8 @@ class Engine:
     @cached_property
     def identity(self) -> Identity:
         """Hashes of parameters and config."""
-        digest = hashlib.sha256()
-        for name, value in sorted(self.model.state_dict().items()):
-            digest.update(f"{name} {value.dtype} {tuple(value.shape)};".encode())
-            digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
         config = hashlib.sha256(json.dumps(self.model.config.to_dict(), sort_keys=True).encode())
-        return Identity(digest.hexdigest()[:32], config.hexdigest()[:16], self.model.config.vocab_size)
+        return Identity(self.model.digest()[:32], config.hexdigest()[:16], self.model.config.vocab_size)
 
     @cached_property
     def start(self) -> Past:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields, replace
@@ -66,6 +67,14 @@ class Model(nn.Module):
             held = {name: x.bfloat16() if x.is_floating_point() else x for name, x in held.items()}
         save_file(held, path / "model.safetensors", metadata=about)
         (path / "config.json").write_text(json.dumps(self.config.to_dict(), indent=2) + "\n")
+
+    def digest(self) -> str:
+        """A hash of all parameters."""
+        held = hashlib.sha256()
+        for name, value in sorted(self.state_dict().items()):
+            held.update(f"{name} {value.dtype} {tuple(value.shape)};".encode())
+            held.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+        return held.hexdigest()
 
     def adopt(self, given: Model, where: str) -> None:
         """Start from the weights of another model, which errors call `where`: here, one of the same config."""

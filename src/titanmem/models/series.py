@@ -28,7 +28,7 @@ from titanmem.models.base import Model, ModelConfig
 from titanmem.state import ModelState, check_same_config
 
 LINEAR = ("rlinear", "dlinear")
-MIXERS = (*BLOCKS, *LINEAR)
+MIXERS = ("mac", "mag", "mal", "lmm", "attention", *LINEAR)
 EPS = 1e-5  # of a window's variance: a constant window stays what it is
 TREND = 25  # steps of DLinear's moving average
 

@@ -3,12 +3,14 @@
 lmm mac mag mal                        Titans
 linear gated_delta delta ttt ttt_mlp   its relatives: settings of the LMM's layer
 attention window                       a transformer with full attention, and with a window of 64 bases
+rmt                                    recurrent memory transformer: segments of 64 bases
 cnn                                    a convolutional network, for classification alone
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from titanmem.config import require
 from titanmem.data.dna import VOCABULARY
@@ -39,6 +41,31 @@ def fit_cnn(target: int) -> CnnConfig:
     """The convolutional network closest to `target` parameters."""
     sizes = [replace(CnnConfig(VOCABULARY), dim=dim) for dim in range(16, 513, 4)]
     return min(sizes, key=lambda config: abs(config.parameters() - target))
+
+
+def check_start(name: str, held: ModelConfig, where: str) -> None:
+    """Refuse to start the model called `name` from one of another kind; its size is taken over."""
+    mine, theirs = _traits(trunk(name)), _traits(held)
+    differ = [f"{key}: {theirs[key]}" for key in mine if key in theirs and mine[key] != theirs[key]]
+    require(
+        not differ,
+        f"--model {name} cannot start from {where}, which is another model ({', '.join(differ)}); leave --model out to "
+        "go on with that one",
+    )
+
+
+def _traits(config: ModelConfig) -> dict[str, Any]:
+    """What makes a model another one than a smaller or larger one."""
+    if not isinstance(config, TitansConfig):
+        return {"blocks": "cnn"}
+    memory = config.memory_config()
+    return {
+        "blocks": "+".join(dict.fromkeys(config.blocks)),
+        "full attention": config.attention_window is None,
+        "depth of the memory": memory.depth,
+        "momentum": memory.momentum,
+        "forgetting": memory.forget,
+    }
 
 
 def pretraining(name: str, source: str) -> TrainConfig:

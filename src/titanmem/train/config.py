@@ -120,8 +120,13 @@ class RunConfig(KindConfig, ABC):
     def prepare(self) -> None:
         """Make the data if they are not there yet, and check them. The first rank asks, before anything is written."""
 
-    def write_beside(self, folder: Path) -> None:
-        """Write what an exported model needs besides itself: files named tokenizer…, or data.json."""
+    def keep_data(self, folder: Path, begun: bool) -> None:
+        """Keep in the run's folder what it needs to know about its data later, or check it where the run has `begun`
+        before. The first rank asks, after `prepare`."""
+
+    def write_beside(self, folder: Path, run: Path) -> None:
+        """Write what a model exported from the folder `run` needs besides itself: files named tokenizer…, or
+        data.json."""
 
     @property
     def amount(self) -> int:
@@ -345,7 +350,7 @@ class TrainConfig(RunConfig):
 
         open_data(self)
 
-    def write_beside(self, folder: Path) -> None:
+    def write_beside(self, folder: Path, run: Path) -> None:
         from titanmem.train.data import tokenizer_of
 
         tokenizer = tokenizer_of(self)

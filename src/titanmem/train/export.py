@@ -74,7 +74,7 @@ def export(
         return found
     clear_export(out)
     out.mkdir(parents=True, exist_ok=True)
-    config.write_beside(out)  # a tokenizer that is not there any more is missed before anything is written
+    config.write_beside(out, run)  # a tokenizer that is not there any more is missed before anything is written
     model.save(out, half)
     return found
 

@@ -301,6 +301,7 @@ def claim_folder(config: RunConfig, folder: Path) -> None:
                 f"or go on with its own config: titanmem train --resume {folder}"
             )
     config.prepare()
+    config.keep_data(folder, begun)
     if not (file.exists() and begun):
         file.write_text(json.dumps(config.to_dict(), indent=1) + "\n")
     with (folder / "provenance.jsonl").open("a") as log:  # one line for every start

@@ -110,7 +110,7 @@ class SequenceRun(RunConfig):
     def prepare(self) -> None:
         self.data.open(self.model.classes)
 
-    def write_beside(self, folder: Path) -> None:
+    def write_beside(self, folder: Path, run: Path) -> None:
         about = {"path": self.data.path, "columns": list(self.data.columns), "metric": self.metric}
         (folder / "data.json").write_text(json.dumps(about, indent=1) + "\n")
 

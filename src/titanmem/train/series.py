@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from titanmem.config import Config, check_counts, check_types, require
-from titanmem.data.series import Reading, Series, read_series, show_step
+from titanmem.data.series import Reading, Series, fill_parts, read_rows, show_step
 from titanmem.data.splits import Scaler, Splits
 from titanmem.models.series import Forecaster, SeriesConfig
 from titanmem.tasks.base import generator_of
@@ -21,6 +21,7 @@ from titanmem.train.config import OptimConfig, ParallelConfig, RunConfig
 from titanmem.train.parallel import Ranks, Spread
 from titanmem.train.source import Batch, Evaluation, Source
 
+BESIDE = "data.json"  # what a forecast needs to know about the table, in the run's folder and beside exported models
 MOST_ROWS = 16_384  # series × channels of one forward pass
 LEAST_STEPS = 25  # of an epoch: a short table is gone through several times
 
@@ -47,9 +48,9 @@ class SeriesData(Config):
         fits = fits and all(isinstance(x, (int, float)) and x >= 0 for x in self.split) and self.split[0] > 0
         counts = fits and all(type(x) is int for x in self.split) and sum(self.split) > 1
         require(
-            fits and (counts or sum(self.split) <= 1 + 1e-9),
-            "data.split lists training, validation and test as shares (0.7, 0.1, 0.2) or numbers of rows, got "
-            f"{self.split!r}",
+            fits and (counts or abs(sum(self.split) - 1) < 1e-6),
+            "data.split lists training, validation and test as shares that add up to 1 (0.7, 0.1, 0.2) or numbers of "
+            f"rows, got {self.split!r}",
         )
         self.reading()
 
@@ -59,10 +60,11 @@ class SeriesData(Config):
         return Reading(self.time, columns, self.time_format, self.missing, self.irregular)
 
     def table(self) -> tuple[Series, Splits]:
-        """The table and its parts."""
+        """The table and its parts; missing values of the training part are filled from that part alone."""
         require(self.path != "", "name a table: data.path=FILE.csv")
-        series = read_series(self.path, self.reading())
-        return series, Splits.of(len(series), self.split)
+        series = read_rows(self.path, self.reading())
+        splits = Splits.of(len(series), self.split)
+        return fill_parts(series, splits.train, self.missing, self.path), splits
 
 
 @dataclass(frozen=True)
@@ -129,19 +131,38 @@ class SeriesRun(RunConfig):
     def prepare(self) -> None:
         check_lengths(self, *self.data.table())
 
-    def write_beside(self, folder: Path) -> None:
-        """What a forecast needs to know about the table: columns, scales, step."""
+    def keep_data(self, folder: Path, begun: bool) -> None:
+        """Columns, scales and step of the table. It must be the same one when the run goes on."""
         series, splits = self.data.table()
         scaler = Scaler.fit(series.values[: splits.train])
         about = {
             "columns": series.columns,
             "time": series.time,
             "step": show_step(series.step),
+            "rows": splits.to_dict(),
             "mean": scaler.mean.tolist(),
             "deviation": scaler.deviation.tolist(),
             "data": self.data.to_dict(),
         }
-        (folder / "data.json").write_text(json.dumps(about, indent=1) + "\n")
+        file = folder / BESIDE
+        if begun and file.exists():
+            held = json.loads(file.read_text())
+            same = all(held[name] == about[name] for name in ("columns", "step", "rows"))
+            require(
+                same and all(np.allclose(held[name], about[name], rtol=1e-9) for name in ("mean", "deviation")),
+                f"{self.data.path} is not what it was when the run in {folder} began (its rows, columns or scales are "
+                "others); put the table back, or choose another --out",
+            )
+            return
+        file.write_text(json.dumps(about, indent=1) + "\n")
+
+    def write_beside(self, folder: Path, run: Path) -> None:
+        """What `keep_data` kept, whatever became of the table."""
+        require(
+            (run / BESIDE).exists(),
+            f"{run} has no {BESIDE}, which training writes; titanmem train --resume {run} writes it from its table",
+        )
+        (folder / BESIDE).write_text((run / BESIDE).read_text())
 
 
 def check_lengths(config: SeriesRun, series: Series, splits: Splits) -> None:
