@@ -69,7 +69,7 @@ def test_models_of_a_task_have_one_size_and_the_tasks_vocabulary():
         ({"task.stages": [[1, [{"length": 32, "pairs": 4}]]]}, "begins at step 0"),
         ({"task.stages": [[0, [{"pairs": 4}]]]}, "task.stages lists"),
         ({"data.length": 32}, "give data.length of at least"),
-        ({"task.settings": {"size": 3}}, "does not take these settings"),
+        ({"task.settings": {"size": 3}}, "the task 'recall' has no setting 'size'"),
         ({"task.name": "chess"}, "unknown task 'chess'"),
     ],
 )
