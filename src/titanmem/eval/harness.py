@@ -54,6 +54,8 @@ class HarnessSuite(Config, Suite):
         words = subject.words()
         require(isinstance(subject.model, TitansLM), "the suite harness needs a TitansLM")
         harness = Harness(subject.model, words, Path(self.data), self.tasks, self.length, subject.piece)
+        for cell in self.cells():
+            harness.check(cell["task"], self.most)
 
         def measure(cell: Cell) -> Result:
             found, count = harness.measure(cell["task"], self.shots, self.most)

@@ -216,8 +216,7 @@ def articles(lines: Iterable[str]) -> Iterator[str]:
 class Harness:
     """A TitansLM and its tokenizer inside the harness, with tasks on the files in `data`.
 
-    `tokens` at most are read at once, with `length` the longest text; the model has no limit of its own. Answers that
-    are longer are refused."""
+    `tokens` at most are read at once, with `length` the longest text; the model has no limit of its own."""
 
     def __init__(
         self, model: TitansLM, tokenizer: Tokenizer, data: Path, names: Sequence[str], length: int, tokens: int
@@ -230,23 +229,22 @@ class Harness:
 
         folder = mkdtemp(prefix="titanmem-harness-")
         weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
-        written = write_tasks(data, Path(folder), names)
+        write_tasks(data, Path(folder), names)
         self.tasks = TaskManager(include_path=folder, include_defaults=False)
         device = str(next(model.parameters()).device)
         self.model = HFLM(
             TitansForCausalLM.from_core(model), tokenizer=fast_tokenizer(tokenizer), max_length=length, device=device,
             batch_size=max(1, tokens // length),
         )  # fmt: skip
-        for name in written:
-            self._check(name, length)
 
-    def _check(self, name: str, length: int) -> None:
-        """Build every question; the harness asks for room for the longest answer."""
-        task: Any = self.tasks.load([name])["tasks"][name]
-        task.build_all_requests()
+    def check(self, name: str, most: int | None = None) -> None:
+        """Build every question; raise where `length` has no room for an answer."""
+        task: Any = self.tasks.load([f"titanmem_{name}"])["tasks"][f"titanmem_{name}"]
+        task.build_all_requests(limit=most)
         pairs = [one.args for one in task.instances if one.request_type == "loglikelihood"]
-        short = [(context, answer) for context, answer in pairs if len(answer.encode()) >= length]
-        longest = max((len(self.model._encode_pair(*pair)[1]) for pair in short), default=0)
+        length = self.model.max_length
+        long = [(context, answer) for context, answer in pairs if context and len(answer.encode()) >= length]
+        longest = max((len(self.model._encode_pair(*pair)[1]) for pair in long), default=0)
         require(
             longest <= length,
             f"harness.length={length}, but an answer of {name} has {longest} tokens; give at least {longest}",
