@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import tokenizers
@@ -219,7 +220,8 @@ def test_a_row_without_one_of_its_parts_is_named_with_its_line(tmp_path, name):
 
 def test_perplexity_is_the_harness_one_where_decoding_loses_spaces(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
-    page = "The  memory learns   while it reads , and forgets   what it need not hold . " * 4
+    page = "The  memory learns   while it reads and forgets   what it need not hold.\n" * 4
+    assert wikitext_detokenizer({"page": page}) == page
     backend = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="<unk>"))
     backend.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     trainer = tokenizers.trainers.BpeTrainer(vocab_size=60, special_tokens=["<unk>", "</s>"], show_progress=False)
@@ -230,16 +232,15 @@ def test_perplexity_is_the_harness_one_where_decoding_loses_spaces(tmp_path, mon
     subject = Subject(model, words)
     (tmp_path / "wikitext_test.jsonl").write_text(json.dumps({"page": page}) + "\n")
     theirs = run_suite(subject, HarnessSuite(data=str(tmp_path), length=16), tmp_path / "eval")["results"][0]
-    (tmp_path / "page.jsonl").write_text(json.dumps({"text": wikitext_detokenizer({"page": page})}) + "\n")
-    suite = PerplexitySuite(text=str(tmp_path / "page.jsonl"), modes=["windows"], length=16)
+    (tmp_path / "page.txt").write_text(page)
+    suite = PerplexitySuite(text=str(tmp_path / "page.txt"), modes=["windows"], length=16)
     ours = run_suite(subject, suite, tmp_path / "eval")["results"][0]
-    text = json.loads((tmp_path / "page.jsonl").read_text())["text"]
-    words_of = lambda text: len(re.split(r"\s+", text))
-    whole = ours["loss"] * ours["tokens"]
-    assert math.exp(whole / words_of(page)) == pytest.approx(theirs["word_perplexity"], rel=1e-3)
-    assert math.exp(whole / len(page.encode())) == pytest.approx(theirs["byte_perplexity"], rel=1e-3)
-    assert math.log(ours["word_perplexity"]) == pytest.approx(whole / words_of(text), rel=1e-3)
-    assert ours["bits_per_byte"] * math.log(2) == pytest.approx(whole / len(text.encode()), rel=1e-3)
+    assert ours["word_perplexity"] == pytest.approx(theirs["word_perplexity"], rel=1e-3)
+    assert 2 ** ours["bits_per_byte"] == pytest.approx(theirs["byte_perplexity"], rel=1e-3)
+    suite = replace(suite, most_tokens=ours["tokens"] // 2)
+    half = run_suite(subject, suite, tmp_path / "half")["results"][0]
+    counted = half["loss"] * half["tokens"] / (half["bits_per_byte"] * math.log(2))
+    assert counted == pytest.approx(len(page.encode()) / 2, rel=0.1)
 
 
 def test_a_missing_harness_is_named(tmp_path, monkeypatch, capsys):
