@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from importlib import import_module
 from pathlib import Path
@@ -96,16 +96,44 @@ def check_keys(values: Mapping[str, Any], known: list[str], where: str) -> None:
             raise ValueError(f"{where} has no setting {key!r}{hint} Known: {', '.join(sorted(known))}")
 
 
+_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", NoneType: "null"}
+_MANY = {int: "whole numbers", float: "numbers", bool: "true or false", str: "texts", dict: "objects"}
+
+
 def check_types(config: object) -> None:
-    """Raise where a setting declared as a number, a flag or a text is something else."""
-    words = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", NoneType: "null"}
+    """Raise where a setting declared as a number, a flag, a text, an object or a list of them is something else."""
     for name, hint in _hints(type(config)).items():
-        kinds = _choices(hint)
-        if not set(kinds) <= set(words):
-            continue
-        value = getattr(config, name)
-        fits = type(value) in kinds or (float in kinds and type(value) is int)
-        require(fits, f"{name} must be {' or '.join(words[kind] for kind in kinds)}, got {value!r}")
+        if get_origin(hint) is not ClassVar:
+            check_type(name, hint, getattr(config, name))
+
+
+def check_type(name: str, hint: Any, value: Any) -> None:
+    """Raise where a value is not what a hint says; hints of other kinds are not looked at."""
+    kinds = _choices(hint)
+    words = [_spelt(kind) for kind in kinds]
+    if None not in words:
+        require(any(_fits(kind, value) for kind in kinds), f"{name} must be {' or '.join(words)}, got {value!r}")  # type: ignore[arg-type]
+
+
+def _spelt(kind: Any) -> str | None:
+    if _plain(kind) is Sequence:
+        inner = _plain(get_args(kind)[0])
+        return f"a list of {_MANY[inner]}" if inner in _MANY else "a list"
+    return "an object" if _plain(kind) is dict else _WORDS.get(kind)
+
+
+def _fits(kind: Any, value: Any) -> bool:
+    if _plain(kind) is Sequence:
+        inner = get_args(kind)[0]
+        return isinstance(value, (list, tuple)) and (_plain(inner) not in _MANY or all(_fits(inner, x) for x in value))
+    if _plain(kind) is dict:
+        return isinstance(value, dict)
+    return type(value) is kind or (kind is float and type(value) is int)
+
+
+def _plain(kind: Any) -> Any:
+    """A kind without what it holds."""
+    return get_origin(kind) or kind
 
 
 def check_counts(config: object, *names: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import resource
+import sys
 
 import pytest
 import torch
@@ -12,12 +13,13 @@ import torch
 from titanmem import TitansConfig, TitansLM
 from titanmem.cli import main
 from titanmem.data.tokenizer import ByteTokenizer
-from titanmem.eval.choices import ChoicesSuite, read_questions
+from titanmem.eval.choices import ChoicesSuite, find_set, read_questions
+from titanmem.eval.memory import MemorySuite
 from titanmem.eval.perplexity import PerplexitySuite, documents, windows
-from titanmem.eval.rows import NeedleSuite
+from titanmem.eval.rows import BabilongSuite, MadSuite, NeedleSuite, RecallSuite, TrackingSuite, ask
 from titanmem.eval.subject import Subject
-from titanmem.eval.suite import run_suite
-from titanmem.tasks import generator_of
+from titanmem.eval.suite import mean, perplexity_of, run_suite
+from titanmem.tasks import generator_of, open_task
 from titanmem.tasks.needle import Needle
 
 BYTES = ByteTokenizer()
@@ -128,6 +130,129 @@ def test_results_of_another_text_or_tokenizer_are_not_mixed_in(folder, tmp_path)
         run_suite(Subject(TitansLM.load(folder), BYTES, str(folder)), suite, out)
 
 
+def test_a_changed_file_is_noticed_if_it_is_read(folder, tmp_path):
+    texts, out = tmp_path / "texts", tmp_path / "eval"
+    texts.mkdir()
+    for name in ("a.txt", "b.md", "c.rst", "d.py", "other.csv"):
+        (texts / name).write_text(f"{name}: {TEXT}")
+    suites = [
+        PerplexitySuite(text=str(texts), modes=["windows"], length=50),
+        MemorySuite(text=str(texts), length=64, window=16),
+    ]
+    for suite in suites:
+        run_suite(Subject.open(folder), suite, out)
+        (texts / "other.csv").write_text("something else")
+        run_suite(Subject.open(folder), suite, out)
+    for name in ("a.txt", "b.md", "c.rst", "d.py"):
+        was = (texts / name).read_text()
+        (texts / name).write_text(was.replace("memory", "window"))
+        for suite in suites:
+            with pytest.raises(ValueError, match=r"belongs to another evaluation \(other texts\)"):
+                run_suite(Subject.open(folder), suite, out)
+        (texts / name).write_text(was)
+
+
+def test_every_suite_names_the_files_it_reads(tmp_path):
+    names = [
+        "qa1_one_test.txt",
+        "qa1_one_train.txt",
+        "qa1_two_test.txt",
+        "noise.txt",
+        "piqa_val.jsonl",
+        "piqa_test.jsonl",
+    ]
+    for name in names:
+        (tmp_path / name).write_text("x")
+    place, noise = str(tmp_path), str(tmp_path / "noise.txt")
+    read = lambda suite: sorted(file.name for file in suite.files())
+    assert read(BabilongSuite(facts=place, text=noise)) == ["noise.txt", "qa1_one_test.txt", "qa1_one_train.txt"]
+    assert read(NeedleSuite(kinds=["pk", "n"], text=noise)) == ["noise.txt"]
+    assert read(NeedleSuite(text=noise)) == []
+    assert read(ChoicesSuite(folder=place, sets=["piqa"])) == ["piqa_val.jsonl"]
+
+
+def test_without_matplotlib_all_suites_are_measured_and_it_is_said_once(folder, tmp_path, monkeypatch, capsys):
+    (tmp_path / "a.txt").write_text(TEXT)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    words = [
+        "needle",
+        "perplexity",
+        "needle.lengths=[600]",
+        "needle.samples=1",
+        f"perplexity.text={tmp_path / 'a.txt'}",
+    ]
+    assert main(["eval", str(folder), *words]) == 0
+    assert capsys.readouterr().err.count("there will be no pictures") == 1
+    left = {path.name for path in (folder / "eval").iterdir()}
+    assert left == {"needle.json", "needle.jsonl", "perplexity.json", "perplexity.jsonl"}
+
+
+def test_weights_that_are_no_numbers_are_refused_and_a_loss_that_is_none_stays_so(model, folder, tmp_path, capsys):
+    assert math.isnan(perplexity_of(math.nan))
+    assert (perplexity_of(1e4), perplexity_of(0.0)) == (math.inf, 1)
+    with torch.no_grad():
+        model.embedding.weight[3, 1] = math.nan
+    model.save(folder)
+    (tmp_path / "a.txt").write_text(TEXT)
+    assert main(["eval", str(folder), "perplexity", f"perplexity.text={tmp_path / 'a.txt'}"]) == 2
+    assert "1 tensors of the model are not finite (embedding.weight)" in capsys.readouterr().err
+
+
+def test_rows_do_not_depend_on_the_piece_and_all_ask(model):
+    for name, level in {
+        "recall": {"length": 64, "pairs": 8}, "mad-recall": {"length": 4}, "mad-noisy-recall": {"length": 16},
+        "mad-fuzzy-recall": {"length": 8}, "s5": {"length": 8},
+    }.items():  # fmt: skip
+        task, seen = open_task(name, **({"vocab_size": 64} if name == "recall" else {})), []
+        for piece in (8192, 130):
+            subject, read = Subject(model, piece=piece), []
+            monkey = subject.read
+
+            def spy(ids, targets, state=None, monkey=monkey, read=read):
+                read.append((ids, targets))
+                return monkey(ids, targets, state)
+
+            subject.read = spy
+            scores = ask(subject, task, level, 20, 1)
+            assert len(scores) == 20
+            assert all(0 <= share <= 1 and whole == (share == 1) for share, whole in scores)
+            seen.append([torch.cat(parts) for parts in zip(*read, strict=True)])
+        assert all(torch.equal(a, b) for a, b in zip(*seen, strict=True))
+        assert bool((seen[0][1] >= 0).any(1).all())
+
+
+def test_a_run_brings_the_settings_of_its_own_task(model, tmp_path):
+    recall = Subject(model, task="recall", settings={"vocab_size": 64})
+    assert RecallSuite().fitted(recall).settings == {"vocab_size": 64}
+    assert RecallSuite(settings={"vocab_size": 32}).fitted(recall).settings == {"vocab_size": 32}
+    assert MadSuite(tasks=["mad-recall"]).fitted(recall).settings == {}
+    assert RecallSuite().fitted(Subject(model)).settings == {}
+    needle = Subject(model, BYTES, task="needle", settings={"kind": "n", "text": "novels"})
+    suite = NeedleSuite().fitted(needle)
+    assert (suite.kinds, suite.text) == (["n"], "novels")
+    assert NeedleSuite(kinds=["pk"]).fitted(needle).kinds == ["pk"]
+    assert NeedleSuite().fitted(recall).kinds == ["pk"]
+    babilong = Subject(model, BYTES, task="babilong", settings={"facts": "en", "text": "novels", "shots": 2})
+    suite = BabilongSuite(text="essays").fitted(babilong)
+    assert (suite.facts, suite.text, suite.shots) == ("en", "essays", 2)
+    assert BabilongSuite().fitted(recall).shots == 3
+
+
+def test_one_value_has_no_standard_error():
+    assert mean([0.5]) == {"score": 0.5, "stderr": None, "n": 1}
+    assert mean([0.0, 1.0]) == {"score": 0.5, "stderr": 0.5, "n": 2}
+
+
+def test_every_task_has_its_own_chance_in_the_picture():
+    results = [
+        {"task": name, "length": length, "score": 0.7, "stderr": None, "chance": chance}
+        for name, chance in (("parity", 1 / 2), ("s5", 1 / 120)) for length in (8, 16)
+    ]  # fmt: skip
+    (axis,) = TrackingSuite().figure(results).axes
+    lines = {float(line.get_ydata()[0]) for line in axis.lines if line.get_linestyle() == ":" and len(line.get_ydata())}
+    assert lines == {1 / 2, 1 / 120}
+
+
 def test_documents_of_one_name_are_two_and_lines_end_at_line_feeds_alone(tmp_path):
     for name in ("x", "y"):
         (tmp_path / name).mkdir()
@@ -143,6 +268,51 @@ def test_windows_predict_every_token_once():
     assert ids.tolist()[0] == [0, 1, 2, 3]
     assert ids.tolist()[1] == [4, 5, 6, 7]
     assert targets[targets >= 0].tolist() == list(range(1, 12))
+
+
+@pytest.mark.parametrize(("count", "length", "stride"), [(11, 4, 2), (11, 4, 3), (12, 4, 4), (3, 4, 2), (12, 4, 1)])
+def test_sliding_windows_are_those_of_a_plain_loop(count, length, stride):
+    tokens, end = list(range(1, count + 1)), 0
+    ids, targets = windows(tokens, end, length, stride)
+    expected, reached = [], 0
+    while reached < count:
+        stop = min(reached + stride if reached else length, count)
+        start = max(0, stop - length)  # every window is as long as it can be
+        asked = [tokens[i] if i >= reached else -100 for i in range(start, stop)]
+        expected.append(([end, *tokens][start:stop], asked))
+        reached = stop
+    assert len(ids) == len(expected)
+    for row, target, (context, asked) in zip(ids.tolist(), targets.tolist(), expected, strict=True):
+        assert (row[: len(context)], target) == (context, asked + [-100] * (length - len(asked)))
+
+
+def test_sliding_perplexity_is_that_of_a_plain_loop_with_its_standard_error(model, folder, tmp_path):
+    (tmp_path / "a.txt").write_text(TEXT)
+    suite = PerplexitySuite(text=str(tmp_path / "a.txt"), modes=["windows"], length=50, stride=20)
+    found = run_suite(Subject.open(folder, piece=120), suite, tmp_path / "eval")["results"][0]
+    tokens, losses = torch.tensor([0, *BYTES.encode(TEXT)]), []
+    while len(losses) < len(TEXT):
+        stop = min(len(losses) + 20 if losses else 50, len(TEXT))
+        part = tokens[stop - 50 : stop + 1]
+        with torch.no_grad():
+            logits, _ = model(part[None, :-1])
+        each = torch.nn.functional.cross_entropy(logits[0], part[1:], reduction="none").tolist()
+        losses += each[len(losses) - stop :]
+    assert found["loss"] == pytest.approx(sum(losses) / len(losses), abs=1e-5)
+    parts = [losses[i : i + 20] for i in range(0, len(losses), 20)]
+    off = sum((sum(part) - len(part) * found["loss"]) ** 2 for part in parts) * len(parts) / (len(parts) - 1)
+    assert found["stderr"] == pytest.approx(off**0.5 / len(losses), rel=1e-4)
+
+
+def test_the_memory_suite_has_standard_errors(folder, tmp_path):
+    (tmp_path / "a.txt").write_text(TEXT)
+    suite = MemorySuite(text=str(tmp_path / "a.txt"), length=256, window=16)
+    found = run_suite(Subject.open(folder), suite, tmp_path / "eval")["results"][0]
+    assert all(0 < found[f"{kind}_stderr"] < 1 for kind in ("fresh", "frozen", "learning"))
+    assert found["frozen"] != found["learning"]
+    window = Subject(TitansLM(TitansConfig(256, 32, 1, 2, "attention", attention_window=16)).eval(), BYTES)
+    found = run_suite(window, suite, tmp_path / "window")["results"][0]
+    assert found["frozen"] == found["learning"]
 
 
 def test_perplexity_is_that_of_the_model(model, folder, tmp_path):
@@ -172,13 +342,20 @@ def test_choices_are_scored_by_log_probability(model, folder, tmp_path):
         subject.score(BYTES.encode("Question: to eat\nAnswer:"), BYTES.encode(f" {e}"))[0] for e in ("a fork", "a lake")
     ]
     assert found[1]["score"] == float(scores[0] > scores[1])
+    assert (tmp_path / "eval" / "choices.png").stat().st_size > 1000
     last = subject.score(BYTES.encode("the cat sat on the"), BYTES.encode(" mat"))[0]
     assert found[0]["perplexity"] == pytest.approx(math.exp(-last), rel=1e-5)
+    (tmp_path / "piqa_train.jsonl").write_text("{}\n")
+    (tmp_path / "piqa_test.jsonl").write_text("{}\n")
+    (tmp_path / "train").mkdir()
+    (tmp_path / "train" / "piqa_val.jsonl").write_text("{}\n")
+    assert find_set(str(tmp_path), "piqa") == tmp_path / "piqa_val.jsonl"
     (tmp_path / "piqa_val.jsonl").write_text('{"goal": "x"}\n')
     with pytest.raises(ValueError, match=r"line 1: no question of piqa"):
         read_questions(str(tmp_path), "piqa")
 
 
+RECALL = ["recall", 'recall.settings={"vocab_size": 64}']
 BABILONG = ["babilong", "babilong.facts=babi", "babilong.text=short.txt"]
 
 
@@ -189,7 +366,26 @@ BABILONG = ["babilong", "babilong.facts=babi", "babilong.text=short.txt"]
         (["needle", "needle.lengths=[100]"], "length 100 is shorter than"),
         (["needle", "needle.lengths=[700, 100]"], "length 100 is shorter than"),
         (["needle", "needle.score=contains", "needle.lengths=[400]"], "length 272 is shorter than"),
-        (["needle", 'needle.lengths=["long"]'], "has a length, a whole number"),
+        (["needle", 'needle.lengths=["long"]'], "lengths must be a list of whole numbers, got ['long']"),
+        (["needle", "needle.depths=[null]"], "depths must be a list of numbers, got [None]"),
+        (["needle", 'needle.depths=["x"]'], "depths must be a list of numbers, got ['x']"),
+        (["needle", "needle.kinds=pk"], "kinds must be a list of texts or null, got 'pk'"),
+        (["perplexity", "perplexity.text=short.txt", "perplexity.modes=[]"], "perplexity.modes is a list of some of"),
+        (["perplexity", "perplexity.text=short.txt", "perplexity.modes=windows"], "modes must be a list of texts, got"),
+        (["perplexity", "perplexity.text=short.txt", "perplexity.stride=4096"], "stride is at most length=2048"),
+        (["perplexity", "perplexity.text=short.txt", "perplexity.stride=0"], "stride must be a whole number of at"),
+        (["recall", "recall.levels=5"], "levels must be a list of objects, got 5"),
+        (["recall", "recall.levels=[5]"], "levels must be a list of objects, got [5]"),
+        (["recall", "recall.settings=3"], "settings must be an object, got 3"),
+        (["recall", 'recall.settings={"vocab_size": "x"}'], "vocab_size of the task 'recall' must be a whole number"),
+        ([*RECALL, 'recall.levels=[{"length": 64, "pairs": 4, "questions": -1}]'], "questions must be at least 1"),
+        ([*RECALL, 'recall.levels=[{"length": 64, "pairs": "x"}]'], "pairs in a level of recall must be a whole"),
+        ([*RECALL, 'recall.levels=[{"length": 64, "pairs": 4, "foo": 1}]'], "a level of recall has no setting 'foo'"),
+        (["mad", 'mad.tasks=["mad-fuzzy-recall"]', 'mad.levels=[{"length": 1}]'], "none asks anything"),
+        (["mad", 'mad.tasks=["mad-fuzzy-recall"]', 'mad.settings={"vocab_size": 4}'], "keys must lie in [1, vocab"),
+        (["mad", "mad.tasks=mad-recall"], "tasks must be a list of texts"),
+        (["choices", "choices.folder=.", "choices.sets=[]"], "choices.sets is a list of some of"),
+        (["choices", "choices.folder=.", 'choices.sets=["winogrande"]'], "which is there to train on"),
         (["needle", "needle.lengths=[]"], "needle.lengths is a list of some"),
         (["needle", "needle.depths=[0.5, 2]"], "depth lies in [0, 1], got 2"),
         (["needle", 'needle.kinds=["n"]'], "is hidden in a text"),
@@ -231,6 +427,7 @@ def test_what_is_wrong_is_said_before_the_first_cell(folder, tmp_path, monkeypat
     (tmp_path / "lambada.jsonl").write_text('{"text": "alone"}\n')
     (tmp_path / "piqa_val.jsonl").write_text('{"goal": "g", "sol1": "a", "sol2": "b", "label": 1}\n{\n')
     (tmp_path / "boolq_val.jsonl").write_text("")
+    (tmp_path / "winogrande_train.jsonl").write_text("{}\n")
     siqa = {"context": "c", "question": "q", "answerA": "a", "answerB": "b", "answerC": "c", "label": "7"}
     (tmp_path / "siqa_val.jsonl").write_text(json.dumps(siqa) + "\n")
     (tmp_path / "babi").mkdir()

@@ -6,7 +6,10 @@ import copy
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from transformers import (
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     Qwen2Config,
@@ -17,7 +20,7 @@ from transformers import (
 )
 
 from support import assert_close, random_ids, randomise
-from titanmem.hf import add_memory, freeze_base, load_memory, save_memory
+from titanmem.hf import add_memory, freeze_base, load_memory, memory_parameters, save_memory
 from titanmem.hf.adapter import branches
 
 FAMILIES = {
@@ -123,6 +126,19 @@ def test_memories_are_saved_apart_from_the_base(tmp_path):
     assert torch.equal(again(ids).logits, model(ids).logits)
 
 
+def test_memories_learn_beside_lora_once_they_are_unfrozen():
+    model, ids = with_memory(), random_ids(2, 11)
+    lora = get_peft_model(model, LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    assert not any(p.requires_grad for p in memory_parameters(model))
+    for parameter in memory_parameters(model):
+        parameter.requires_grad_(True)
+    lora(ids, labels=ids).loss.backward()
+    trained = [name for name, p in lora.named_parameters() if p.grad is not None and p.grad.abs().sum() > 0]
+    ours = [name for name in trained if "memory_branch" in name]
+    assert len(ours) == len(list(memory_parameters(model)))
+    assert all("lora_" in name for name in set(trained) - set(ours))
+
+
 def test_hidden_states_include_the_memory():
     model, ids = base_model(), random_ids(2, 11)
     model(ids, output_hidden_states=True)  # their hooks are there before ours
@@ -137,6 +153,22 @@ def test_mistakes_are_explained(tmp_path):
     ids = random_ids(2, 11)
     with pytest.raises(ValueError, match=r"layers must lie in -3 … 2, got \[3\]"):
         add_memory(base_model(), layers=[3])
+    for layers in (1, "1", [1.0], [True], [None]):
+        with pytest.raises(ValueError, match="layers must be a list of whole numbers"):
+            add_memory(base_model(), layers=layers)
+    with pytest.raises(ValueError, match=r"GPTNeoXLayer takes no .*; add_memory knows Llama, Qwen"):
+        add_memory(GPTNeoXForCausalLM(GPTNeoXConfig(
+            vocab_size=40, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
+        )))  # fmt: skip
+    for name in ("memory.safetensors", "memory_config.json"):
+        folder = tmp_path / f"damaged {name}"
+        save_memory(with_memory(), folder)
+        file = folder / name
+        file.write_bytes(file.read_bytes()[:20])
+        base = base_model()
+        with pytest.raises(ValueError, match=rf"{name} is damaged"):
+            load_memory(base, folder)
+        assert not list(branches(base))
     with pytest.raises(ValueError, match="has memories already"):
         add_memory(with_memory())
     with pytest.raises(ValueError, match="has no memories"):

@@ -5,16 +5,19 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
+import tokenizers
 import torch
 from lm_eval.tasks.wikitext.preprocess_wikitext import wikitext_detokenizer
 
 from support import small_model
 from titanmem.cli import main
-from titanmem.data.tokenizer import ByteTokenizer
+from titanmem.data.tokenizer import ByteTokenizer, JsonTokenizer
 from titanmem.eval.choices import LAMBADA, SETS, ChoicesSuite
 from titanmem.eval.harness import HarnessSuite
 from titanmem.eval.perplexity import PerplexitySuite
@@ -149,6 +152,11 @@ def incomplete(folder):
     (folder / "boolq_val.jsonl").write_text('{"question": "is it"}\n')
 
 
+def whole(folder):
+    for name, row in ROWS.items():
+        (folder / name).write_text(json.dumps(row) + "\n")
+
+
 @pytest.mark.parametrize(
     ("prepare", "words", "says"),
     [
@@ -157,6 +165,8 @@ def incomplete(folder):
         (incomplete, [], "boolq_val.jsonl, line 1: no row of boolq"),
         (broken, ['harness.tasks=["piqa", "boolq"]'], "holds nothing for boolq; there is piqa"),
         (broken, ["harness.most=0"], "most must be a whole number"),
+        (broken, ["harness.tasks=piqa"], "tasks must be a list of texts, got 'piqa'"),
+        (whole, ["harness.length=1"], "tokens; give at least"),
     ],
 )
 def test_what_is_wrong_is_said_before_the_first_cell(tmp_path, prepare, words, says, capsys):
@@ -167,6 +177,70 @@ def test_what_is_wrong_is_said_before_the_first_cell(tmp_path, prepare, words, s
     assert main(given) == 2
     assert says in capsys.readouterr().err
     assert not (tmp_path / "model" / "eval").exists()
+
+
+WRONG = [
+    ("wikitext_test.jsonl", {"page": " "}, "the page is empty"),
+    ("lambada_openai_test.jsonl", {"text": "alone"}, "a text of several words"),
+    ("piqa_val.jsonl", {"label": "x"}, "invalid literal"),
+    ("piqa_val.jsonl", {"sol2": 3}, "sol2 must be a text, got 3"),
+    ("hellaswag_val.jsonl", {"label": "4"}, "the answer must lie in 0 … 3, got '4'"),
+    ("hellaswag_val.jsonl", {"endings": "eats."}, "expected a list of texts to choose from"),
+    ("winogrande_val.jsonl", {"sentence": "Ann waved."}, "has no _ to fill in"),
+    ("winogrande_val.jsonl", {"answer": ""}, "invalid literal"),
+    ("arc_easy_test.jsonl", {"gold": 2}, "the answer must lie in 0 … 1"),
+    ("arc_challenge_val.jsonl", {"answerKey": "C"}, "the answer must be one of"),
+    ("siqa_val.jsonl", {"label": "0"}, "the answer must lie in 1 … 3"),
+    ("boolq_val.jsonl", {"answer": 2}, "the answer must lie in 0 … 1"),
+]
+ALL = {**ROWS, "wikitext_test.jsonl": {"page": "A page."}}
+
+
+@pytest.mark.parametrize(("name", "change", "says"), WRONG)
+def test_a_row_that_is_wrong_is_named_with_its_line_before_the_first_is_measured(tmp_path, name, change, says):
+    task = next(task for task in TASKS if name in task.files)
+    file = tmp_path / name
+    file.write_text(json.dumps(ALL[name]) + "\n" + json.dumps({**ALL[name], **change}) + "\n")
+    with pytest.raises(ValueError, match=rf"{name}, line 2: no row of {task.name} .*{re.escape(says)}"):
+        write_tasks(tmp_path, tmp_path / "tasks")
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_row_without_one_of_its_parts_is_named_with_its_line(tmp_path, name):
+    task = next(task for task in TASKS if name in task.files)
+    for lost in set(ALL[name]) - {"id", "ctx"}:
+        row = {part: value for part, value in ALL[name].items() if part != lost}
+        (tmp_path / name).write_text(json.dumps(ALL[name]) + "\n" + json.dumps(row) + "\n")
+        with pytest.raises(ValueError, match=rf"{name}, line 2: no row of {task.name} \(KeyError"):
+            write_tasks(tmp_path, tmp_path / "tasks")
+    (tmp_path / name).write_text("[1, 2]\n")
+    with pytest.raises(ValueError, match=rf"{name}, line 1: no row of {task.name}"):
+        write_tasks(tmp_path, tmp_path / "tasks")
+
+
+def test_perplexity_is_the_harness_one_where_decoding_loses_spaces(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
+    page = "The  memory learns   while it reads and forgets   what it need not hold.\n" * 4
+    assert wikitext_detokenizer({"page": page}) == page
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="<unk>"))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=60, special_tokens=["<unk>", "</s>"], show_progress=False)
+    backend.train_from_iterator([page], trainer)
+    words = JsonTokenizer(backend, "</s>")
+    assert len(words.decode(words.encode(page))) != len(page)
+    model = small_model("mac", dtype=torch.float32, vocab_size=words.vocab_size).eval()
+    subject = Subject(model, words)
+    (tmp_path / "wikitext_test.jsonl").write_text(json.dumps({"page": page}) + "\n")
+    theirs = run_suite(subject, HarnessSuite(data=str(tmp_path), length=16), tmp_path / "eval")["results"][0]
+    (tmp_path / "page.txt").write_text(page)
+    suite = PerplexitySuite(text=str(tmp_path / "page.txt"), modes=["windows"], length=16)
+    ours = run_suite(subject, suite, tmp_path / "eval")["results"][0]
+    assert ours["word_perplexity"] == pytest.approx(theirs["word_perplexity"], rel=1e-3)
+    assert 2 ** ours["bits_per_byte"] == pytest.approx(theirs["byte_perplexity"], rel=1e-3)
+    suite = replace(suite, most_tokens=ours["tokens"] // 2)
+    half = run_suite(subject, suite, tmp_path / "half")["results"][0]
+    counted = half["loss"] * half["tokens"] / (half["bits_per_byte"] * math.log(2))
+    assert counted == pytest.approx(len(page.encode()) / 2, rel=0.1)
 
 
 def test_a_missing_harness_is_named(tmp_path, monkeypatch, capsys):

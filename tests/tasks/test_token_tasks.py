@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from solvers import CASES
-from titanmem.tasks import TOKEN_TASKS
+from titanmem.tasks import TOKEN_TASKS, open_task
 from titanmem.tasks.base import IGNORED, accuracy, generator_of
 
 
@@ -47,3 +47,35 @@ def test_levels_that_are_none_are_named(task, level, solve):
     if "pairs" in level:
         with pytest.raises(ValueError, match=r"recall does not understand the level \{'length': 48\}: 'pairs'"):
             task.check({"length": 48})
+
+
+@pytest.mark.parametrize(("task", "level", "solve"), CASES, ids=[task.name for task, _, _ in CASES])
+def test_a_level_says_nothing_that_its_task_does_not_know(task, level, solve):
+    task.check(level)
+    with pytest.raises(ValueError, match=f"a level of {task.name} has no setting 'foo'"):
+        task.check({**level, "foo": 1})
+
+
+def test_levels_that_ask_nothing_are_refused():
+    with pytest.raises(ValueError, match=r"of 100 rows of mad-fuzzy-recall .* none asks anything"):
+        open_task("mad-fuzzy-recall").check({"length": 1})
+    for level, says in (({"questions": 0}, "questions must be"), ({"questions": -1}, "questions must be")):
+        with pytest.raises(ValueError, match=says):
+            open_task("recall").check({"length": 64, "pairs": 4, **level})
+    with pytest.raises(ValueError, match="tokens must be at least 1"):
+        open_task("mad-selective-copy").check({"length": 64, "tokens": 0})
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("recall", {"vocab_size": 0}), ("mad-fuzzy-recall", {"vocab_size": 4}), ("mad-fuzzy-recall", {"keys": 9}),
+        ("mad-fuzzy-recall", {"longest": 0}), ("mad-noisy-recall", {"noise_size": 0}),
+        ("mad-noisy-recall", {"share": 1.0}), ("mad-selective-copy", {"vocab_size": 0}),
+        ("mad-memorisation", {"vocab_size": 1}), ("mad-compression", {"vocab_size": 0}), ("parity", {"vocab_size": 2}),
+        ("s5", {"size": 3}), ("mad-recall", {"vocab_size": 8.0}),
+    ],
+)  # fmt: skip
+def test_settings_without_rows_are_refused(name, settings):
+    with pytest.raises(ValueError, match=next(iter(settings))):
+        open_task(name, **settings)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 
 from titanmem import recipes
+from titanmem.cli import main
 from titanmem.models.cost import parameters
 from titanmem.train.data import fit_to_data
 from titanmem.train.export import export, load_run
@@ -33,6 +36,11 @@ def test_a_task_is_trained_tested_resumed_and_exported(tmp_path):
     train(small(), tmp_path / "run", from_step=2)
     again = load_run(tmp_path / "run")[0].state_dict()
     assert all(torch.equal(first[name], again[name]) for name in first)
+    levels = 'recall.levels=[{"length": 64, "pairs": 8}]'
+    assert main(["eval", str(tmp_path / "run"), "recall", levels, "recall.rows=4"]) == 0
+    asked = json.loads((tmp_path / "run" / "eval" / "recall.json").read_text())
+    assert asked["settings"]["settings"] == {"vocab_size": 32}
+    assert asked["results"][0]["chance"] == 1 / 16
     export(tmp_path / "run", tmp_path / "model")
     assert not list((tmp_path / "model").glob("tokenizer*"))
 
@@ -69,8 +77,10 @@ def test_models_of_a_task_have_one_size_and_the_tasks_vocabulary():
         ({"task.stages": [[1, [{"length": 32, "pairs": 4}]]]}, "begins at step 0"),
         ({"task.stages": [[0, [{"pairs": 4}]]]}, "task.stages lists"),
         ({"data.length": 32}, "give data.length of at least"),
-        ({"task.settings": {"size": 3}}, "does not take these settings"),
+        ({"task.settings": {"size": 3}}, "the task 'recall' has no setting 'size'"),
+        ({"task.settings": {"vocab_size": "x"}}, "vocab_size of the task 'recall' must be a whole number, got 'x'"),
         ({"task.name": "chess"}, "unknown task 'chess'"),
+        ({"task.name": "babilong", "task.settings": {}}, "needs facts, the folder of bAbI v1.2, and text"),
     ],
 )
 def test_what_is_wrong_is_said_before_anything_is_built(settings, says):

@@ -7,6 +7,7 @@ titanmem eval out/model needle perplexity needle.lengths=[2048,8192] perplexity.
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
 
@@ -25,6 +26,7 @@ def run(arguments: argparse.Namespace) -> int:
     from titanmem.eval.suites import SUITES, make_suite
     from titanmem.models.base import find_device
     from titanmem.train.config import parse_settings
+    from titanmem.train.plots import can_draw
 
     names = [word for word in arguments.words if "=" not in word]
     settings: dict[str, dict[str, object]] = {name: {} for name in names}
@@ -37,7 +39,10 @@ def run(arguments: argparse.Namespace) -> int:
         settings[head][name] = value
     suites = [make_suite(name, settings[name]) for name in names]
     subject = Subject.open(arguments.model, find_device(arguments.device), arguments.piece)
+    suites = [suite.fitted(subject) for suite in suites]
     opened = [suite.open(subject) for suite in suites]  # what is wrong is said before hours are spent
+    if not can_draw():
+        print("there will be no pictures: they need matplotlib (pip install matplotlib)", file=sys.stderr)
     out = arguments.out or Path(arguments.model) / "eval"
     for suite, measure in zip(suites, opened, strict=True):
         run_suite(subject, suite, out, measure)

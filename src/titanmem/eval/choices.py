@@ -6,7 +6,6 @@ one with the highest per byte (`acc_norm`). For WinoGrande the contexts differ a
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from titanmem.config import Config, check_counts, check_types, require
 from titanmem.data.files import read_objects
 from titanmem.data.tokenizer import Tokenizer
 from titanmem.eval.subject import Subject
-from titanmem.eval.suite import Cell, Measure, Result, Suite, mean
+from titanmem.eval.suite import Cell, Measure, Result, Suite, bars, mean, perplexity_of
 
 
 @dataclass(frozen=True)
@@ -77,33 +76,49 @@ def _openbookqa(line: dict[str, Any]) -> Question:
     return _choice(line["question_stem"], line["choices"]["text"], line["choices"]["label"].index(line["answerKey"]))
 
 
-SETS: dict[str, tuple[str, Callable[[dict[str, Any]], Question]]] = {
-    "piqa": ("piqa*.jsonl", _piqa),
-    "hellaswag": ("hellaswag*.jsonl", _hellaswag),
-    "winogrande": ("winogrande*.jsonl", _winogrande),
-    "arc_easy": ("arc_easy_test*.jsonl", _arc),
-    "arc_challenge": ("arc_challenge_test*.jsonl", _arc),
-    "siqa": ("siqa*.jsonl", _siqa),
-    "boolq": ("boolq*.jsonl", _boolq),
-    "openbookqa": ("openbookqa*.jsonl", _openbookqa),
+VAL_FIRST, TEST_FIRST = ("val", "dev", "test"), ("test", "val", "dev")  # some sets have no answers in their test
+SETS: dict[str, tuple[tuple[str, ...], Callable[[dict[str, Any]], Question]]] = {
+    "piqa": (VAL_FIRST, _piqa),
+    "hellaswag": (VAL_FIRST, _hellaswag),
+    "winogrande": (VAL_FIRST, _winogrande),
+    "arc_easy": (TEST_FIRST, _arc),
+    "arc_challenge": (TEST_FIRST, _arc),
+    "siqa": (VAL_FIRST, _siqa),
+    "boolq": (VAL_FIRST, _boolq),
+    "openbookqa": (TEST_FIRST, _openbookqa),
 }
 LAMBADA = "lambada"
 
 
-def read_lines(folder: str, pattern: str) -> list[tuple[str, dict[str, Any]]]:
-    """The objects of a .jsonl file, each with where it stands."""
-    files = sorted(Path(folder).rglob(pattern))
-    require(bool(files), f"{folder} holds no {pattern}")
-    found = [(f"{files[0]}, line {number}", held) for number, held in read_objects(files[0])]
-    require(bool(found), f"{files[0]} is empty")
+def find_set(folder: str, name: str) -> Path:
+    """The file of a set: NAME*.jsonl with the name of a split in it, in the set's order, or with none; never what is
+    there to train on."""
+    splits = TEST_FIRST if name == LAMBADA else SETS[name][0]
+
+    def rank(file: Path) -> tuple[int, Path]:
+        rest = file.stem.removeprefix(name)
+        return next((place for place, split in enumerate(splits) if split in rest), len(splits)), file
+
+    every = sorted(Path(folder).rglob(f"{name}*.jsonl"))
+    files = [f for f in every if "train" not in f.stem and "train" not in f.relative_to(folder).parts]
+    only = "" if not every else f" but {every[0].name}, which is there to train on"
+    require(bool(files), f"{folder} holds no {name}*.jsonl{only}; give {name}_{splits[0]}.jsonl")
+    return min(files, key=rank)
+
+
+def read_lines(folder: str, name: str) -> list[tuple[str, dict[str, Any]]]:
+    """The objects of a set's file, each with where it stands."""
+    file = find_set(folder, name)
+    found = [(f"{file}, line {number}", held) for number, held in read_objects(file)]
+    require(bool(found), f"{file} is empty")
     return found
 
 
 def read_questions(folder: str, name: str) -> list[Question]:
     """All questions of a set."""
-    pattern, parse = SETS[name]
+    parse = SETS[name][1]
     found = []
-    for place, line in read_lines(folder, pattern):
+    for place, line in read_lines(folder, name):
         try:
             question = parse(line)
             require(0 <= question.right < len(question.pairs), f"answer {question.right} of {len(question.pairs)}")
@@ -117,7 +132,7 @@ def read_questions(folder: str, name: str) -> list[Question]:
 def read_lambada(folder: str) -> list[str]:
     """All texts of LAMBADA."""
     found = []
-    for place, line in read_lines(folder, "lambada*.jsonl"):
+    for place, line in read_lines(folder, LAMBADA):
         text = line.get("text") if isinstance(line, dict) else None
         require(isinstance(text, str) and " " in text.strip(), f"{place}: expected a text of several words, got {line}")
         found.append(str(text))
@@ -143,7 +158,6 @@ class ChoicesSuite(Config, Suite):
     most: int = 1000  # questions of a set
 
     name: ClassVar[str] = "choices"
-    reads: ClassVar[tuple[str, ...]] = ("folder",)
     columns: ClassVar[dict[str, str]] = {
         "set": "set", "score": "acc", "stderr": "± stderr", "acc_norm": "acc_norm", "perplexity": "ppl",
         "n": "questions", "chance": "chance",
@@ -153,8 +167,12 @@ class ChoicesSuite(Config, Suite):
         check_types(self)
         check_counts(self, "most")
         require(bool(self.folder), "give choices.folder, where the sets lie as .jsonl files")
+        require(bool(self.sets), f"choices.sets is a list of some of {', '.join((LAMBADA, *SETS))}, got none")
         for name in self.sets:
             require(name in (LAMBADA, *SETS), f"known sets: {', '.join((LAMBADA, *SETS))}, got {name!r}")
+
+    def files(self) -> list[Path]:
+        return [find_set(self.folder, name) for name in self.sets]
 
     def cells(self) -> list[Cell]:
         return [{"set": name} for name in self.sets]
@@ -171,6 +189,9 @@ class ChoicesSuite(Config, Suite):
 
         return measure
 
+    def figure(self, results: list[Result]) -> Any | None:
+        return bars(results, "set")
+
 
 def lambada(subject: Subject, words: Tokenizer, texts: Sequence[str]) -> Result:
     """The last word of every text: written by greedy decoding (acc), and its perplexity."""
@@ -179,7 +200,7 @@ def lambada(subject: Subject, words: Tokenizer, texts: Sequence[str]) -> Result:
         context, last = text.rsplit(" ", 1)
         found.append(subject.score(*encode_pair(words, context, f" {last}")))
     loss = -sum(chance for chance, _ in found) / len(found)
-    return {**mean(float(greedy) for _, greedy in found), "perplexity": math.exp(min(700, loss))}
+    return {**mean(float(greedy) for _, greedy in found), "perplexity": perplexity_of(loss)}
 
 
 def choose(subject: Subject, words: Tokenizer, questions: Sequence[Question]) -> Result:

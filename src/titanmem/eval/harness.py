@@ -10,9 +10,8 @@ from typing import Any, ClassVar
 from titanmem.config import Config, check_counts, check_types, require
 from titanmem.data.packages import load_package
 from titanmem.eval.subject import Subject
-from titanmem.eval.suite import Cell, Measure, Result, Suite
+from titanmem.eval.suite import Cell, Measure, Result, Suite, bars
 from titanmem.models.language import TitansLM
-from titanmem.train.plots import new_figure
 
 
 @dataclass(frozen=True)
@@ -26,7 +25,6 @@ class HarnessSuite(Config, Suite):
     length: int = 2048  # where the harness cuts a text
 
     name: ClassVar[str] = "harness"
-    reads: ClassVar[tuple[str, ...]] = ("data",)
     columns: ClassVar[dict[str, str]] = {
         "task": "task", "score": "acc", "stderr": "± stderr", "acc_norm": "acc_norm", "perplexity": "ppl",
         "word_perplexity": "ppl a word", "bits_per_byte": "bits a byte", "n": "questions",
@@ -37,6 +35,12 @@ class HarnessSuite(Config, Suite):
         check_counts(self, "length", *(() if self.most is None else ("most",)))
         require(self.shots is None or self.shots >= 0, f"harness.shots is a number of examples, got {self.shots}")
         require(bool(self.data), "give harness.data, a folder with piqa_val.jsonl, wiki.test.raw, …")
+
+    def files(self) -> list[Path]:
+        from titanmem.hf.harness import find_data
+
+        found = find_data(Path(self.data))
+        return [found[name] for name in self.tasks or found]
 
     def cells(self) -> list[Cell]:
         from titanmem.hf.harness import find_data
@@ -50,6 +54,8 @@ class HarnessSuite(Config, Suite):
         words = subject.words()
         require(isinstance(subject.model, TitansLM), "the suite harness needs a TitansLM")
         harness = Harness(subject.model, words, Path(self.data), self.tasks, self.length, subject.piece)
+        for cell in self.cells():
+            harness.check(cell["task"], self.most)
 
         def measure(cell: Cell) -> Result:
             found, count = harness.measure(cell["task"], self.shots, self.most)
@@ -59,13 +65,4 @@ class HarnessSuite(Config, Suite):
         return measure
 
     def figure(self, results: list[Result]) -> Any | None:
-        scored = [result for result in results if "score" in result]
-        if not scored:
-            return None
-        figure, (axis,) = new_figure(1, width=6)
-        places = range(len(scored))
-        axis.barh(places, [r["score"] for r in scored], xerr=[r["stderr"] for r in scored], height=0.6, capsize=2)
-        axis.set_yticks(places, [r["task"] for r in scored])
-        axis.invert_yaxis()
-        axis.set(xlim=(0, 1), xlabel="accuracy")
-        return figure
+        return bars(results, "task")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 
 from titanmem.config import Config, check_counts, check_types, require
-from titanmem.eval.perplexity import documents, encode_document
+from titanmem.eval.perplexity import documents, encode_document, text_files
 from titanmem.eval.subject import Subject
 from titanmem.eval.suite import Cell, Measure, Result, Suite
 from titanmem.train.evaluate import memory_work
@@ -18,17 +19,17 @@ from titanmem.train.plots import new_figure, position_axis
 @dataclass(frozen=True)
 class MemorySuite(Config, Suite):
     """Loss on the second half of the first `length` tokens of every document; all must be that long. `window`: the
-    fresh reading forgets everything after so many tokens; give the model's window or segment. The fourth number,
-    attention alone, is this suite on a model of attention blocks."""
+    fresh reading forgets everything after so many tokens; give the model's window or segment. Standard errors are over
+    stretches of `window` tokens. The fourth number, attention alone, is this suite on the baseline `window`."""
 
     text: str = ""
     length: int = 4096
     window: int = 64
 
     name: ClassVar[str] = "memory"
-    reads: ClassVar[tuple[str, ...]] = ("text",)
     columns: ClassVar[dict[str, str]] = {
-        "document": "document", "fresh": "fresh", "frozen": "warm, frozen", "learning": "warm, learning",
+        "document": "document", "fresh": "fresh", "fresh_stderr": "± stderr", "frozen": "warm, frozen",
+        "frozen_stderr": "± stderr", "learning": "warm, learning", "learning_stderr": "± stderr",
     }  # fmt: skip
 
     def __post_init__(self) -> None:
@@ -36,6 +37,9 @@ class MemorySuite(Config, Suite):
         check_counts(self, "length", "window")
         require(bool(self.text), "give memory.text, a folder or a file of text")
         require(self.length >= 4 * self.window, f"length {self.length} must be at least 4 windows of {self.window}")
+
+    def files(self) -> list[Path]:
+        return text_files(self.text)
 
     def cells(self) -> list[Cell]:
         return [{"document": name} for name in documents(self.text)]
@@ -61,7 +65,10 @@ class MemorySuite(Config, Suite):
         figure, (left, right) = new_figure(2)
         kinds = ("fresh", "frozen", "learning")
         for result in results[:8]:
-            left.plot(kinds, [result[kind] for kind in kinds], marker="o", label=result["document"])
+            errors = [result.get(f"{kind}_stderr") or 0 for kind in kinds]
+            left.errorbar(
+                kinds, [result[kind] for kind in kinds], errors, marker="o", capsize=2, label=result["document"]
+            )
             places = result["by_position"]
             right.plot([(p["from"] + p["to"]) / 2 for p in places], [p["loss"] for p in places], marker="o", ms=3)
         position_axis(right, results[0]["by_position"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,24 +22,35 @@ from titanmem.train.export import load_run, read_run
 class Subject:
     """Wraps `model`; anything with the same call, model(ids [B, T], state) → logits [B, T, V], state, will do.
 
-    `piece`: tokens of all rows that are read at once. `task`: what it was trained on, if that was a task."""
+    `piece`: tokens of all rows that are read at once. `task`: what it was trained on, if that was a task, with the
+    task's `settings`."""
 
     def __init__(
-        self, model: Any, tokenizer: Tokenizer | None = None, name: str = "", piece: int = 8192, task: str | None = None
+        self,
+        model: Any,
+        tokenizer: Tokenizer | None = None,
+        name: str = "",
+        piece: int = 8192,
+        task: str | None = None,
+        settings: Mapping[str, Any] | None = None,
     ) -> None:
         require(piece >= 1, f"piece is a number of tokens that are read at once, at least 1, got {piece}")
-        self.model, self.tokenizer, self.name, self.piece, self.task = model, tokenizer, name, piece, task
+        self.model, self.tokenizer, self.name, self.piece = model, tokenizer, name, piece
+        self.task, self.settings = task, dict(settings or {})
 
     @classmethod
     def open(cls, folder: str | Path, device: torch.device | str = "cpu", piece: int = 8192) -> Subject:
-        """An exported model, or the newest checkpoint of a run."""
+        """An exported model, or the newest checkpoint of a run; weights that are not finite are refused."""
         path = Path(folder)
         if (path / "checkpoints").is_dir():
             config = read_run(path)
             trained = config.task if isinstance(config, TrainConfig) else None
-            task = None if trained is None else trained.name
-            return cls(load_run(path)[0].to(device).eval(), tokenizer_of(config), str(folder), piece, task)
+            task, settings = (None, None) if trained is None else (trained.name, trained.settings)
+            model = load_run(path)[0].to(device).eval()
+            check_finite(model, path)
+            return cls(model, tokenizer_of(config), str(folder), piece, task, settings)
         model = TitansLM.load(path, device).eval()
+        check_finite(model, path)
         found = load_tokenizer(path) if any(path.glob("tokenizer*")) else None
         if found is None and model.config.vocab_size == ByteTokenizer.vocab_size:
             found = ByteTokenizer()
@@ -106,3 +117,13 @@ class Subject:
             found.append(token)
             logits, state = self.model(torch.tensor([[token]], device=self.device), state)
         return found
+
+
+def check_finite(model: torch.nn.Module, path: Path) -> None:
+    """Raise where a model has weights that are no numbers."""
+    wrong = [name for name, weight in model.named_parameters() if not bool(weight.isfinite().all())]
+    require(
+        not wrong,
+        f"{path}: {len(wrong)} tensors of the model are not finite ({', '.join(wrong[:3])}), so its training failed; "
+        "give an earlier checkpoint",
+    )

@@ -6,12 +6,13 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
+import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from tqdm import tqdm
 
@@ -20,19 +21,26 @@ from titanmem.bench.timing import machine
 from titanmem.config import Config
 from titanmem.data.shards import naming, writing
 from titanmem.eval.subject import Subject
+from titanmem.train.plots import can_draw, new_figure
 
 Cell = dict[str, Any]
 Result = dict[str, Any]
 Measure = Callable[[Cell], Result]
-TEXTS = (".txt", ".jsonl", ".raw")
 
 
 class Suite(ABC):
     """Subclasses are frozen dataclasses of settings."""
 
     name: ClassVar[str]
-    reads: ClassVar[tuple[str, ...]] = ()  # the settings that name files or folders of text
     columns: ClassVar[dict[str, str]]  # of the table: key of a result, title
+
+    def fitted(self, subject: Subject) -> Self:
+        """The suite for this subject: what was left open is as in the run's own task."""
+        return self
+
+    def files(self) -> list[Path]:
+        """The texts that are read."""
+        return []
 
     @abstractmethod
     def cells(self) -> list[Cell]:
@@ -54,25 +62,38 @@ class Suite(ABC):
 
 
 def mean(values: Iterable[float]) -> Result:
-    """Mean, its standard error and the count."""
+    """Mean, its standard error (None for one value) and the count."""
     found = list(values)
     n = len(found)
     middle = sum(found) / n
-    spread = sum((x - middle) ** 2 for x in found) / max(1, n - 1)
-    return {"score": middle, "stderr": (spread / n) ** 0.5, "n": n}
+    spread = sum((x - middle) ** 2 for x in found)
+    return {"score": middle, "stderr": (spread / (n - 1) / n) ** 0.5 if n > 1 else None, "n": n}
+
+
+def perplexity_of(loss: float) -> float:
+    """exp(loss); not a number stays one, and what is beyond all numbers is infinite."""
+    return loss if math.isnan(loss) else math.exp(loss) if loss < 700 else math.inf
+
+
+def bars(results: Sequence[Result], name: str) -> Any | None:
+    """A picture of accuracies, one bar for every `name`; None where there are none."""
+    scored = [result for result in results if "score" in result]
+    if not scored:
+        return None
+    figure, (axis,) = new_figure(1, width=6)
+    places = range(len(scored))
+    errors = [result.get("stderr") or 0 for result in scored]
+    axis.barh(places, [result["score"] for result in scored], xerr=errors, height=0.6, capsize=2)
+    axis.set_yticks(places, [result[name] for result in scored])
+    axis.invert_yaxis()
+    axis.set(xlim=(0, 1), xlabel="accuracy")
+    return figure
 
 
 def weights_of(folder: str) -> list[Path]:
     """What a model is made of; a model without a folder has no files."""
     kinds = ("*.safetensors", "checkpoints/step-*/*.json", "config.json", "tokenizer*")
     return [file for kind in kinds for file in Path(folder).glob(kind)] if folder else []
-
-
-def texts_of(suite: Suite, out: Path) -> list[Path]:
-    """What a suite reads, apart from what evaluations wrote to `out`."""
-    places = [Path(named) for name in suite.reads if (named := getattr(suite, name))]
-    below = [file for place in places for file in place.rglob("*") if file.suffix in TEXTS]
-    return [*places, *(file for file in below if out.resolve() not in file.resolve().parents)]
 
 
 def fingerprint(files: Iterable[Path]) -> str:
@@ -88,14 +109,15 @@ def fingerprint(files: Iterable[Path]) -> str:
 
 
 def run_suite(subject: Subject, suite: Suite, folder: Path, measure: Measure | None = None) -> dict[str, Any]:
-    """Measure what is not measured yet; leaves FOLDER/SUITE.json and SUITE.png. `measure`: what `suite.open` gave, if
-    it was called already."""
+    """Measure what is not measured yet; leaves FOLDER/SUITE.json, and SUITE.png where there is matplotlib. `measure`:
+    what `suite.open` gave, if it was called already."""
+    suite = suite.fitted(subject)
+    measure = measure or suite.open(subject)
     about = {
         "suite": suite.name, "model": subject.name, "weights": fingerprint(weights_of(subject.name)),
-        "texts": fingerprint(texts_of(suite, folder)), "settings": suite.to_dict(),
+        "texts": fingerprint(suite.files()), "settings": suite.to_dict(),
     }  # fmt: skip
     about = json.loads(json.dumps(about))
-    measure = measure or suite.open(subject)
     cells = suite.cells()
     begin = time.perf_counter()
     with open_journal(folder / f"{suite.name}.jsonl", about) as (done, note):
@@ -110,7 +132,7 @@ def run_suite(subject: Subject, suite: Suite, folder: Path, measure: Measure | N
         found = {**about, "machine": machine(), "seconds": time.perf_counter() - begin, "results": results}
         with writing(folder / f"{suite.name}.json") as file:
             file.write(json.dumps(found, indent=1).encode() + b"\n")
-        figure = suite.figure(results)
+        figure = suite.figure(results) if can_draw() else None
         if figure is not None:
             figure.savefig(folder / f"{suite.name}.png")
     print(table(results, suite.columns))

@@ -12,7 +12,7 @@ except ModuleNotFoundError as error:
         raise
     raise ModuleNotFoundError("titanmem.hf needs transformers: pip install 'titanmem[hf]'", name=error.name) from error
 
-from titanmem.hf.adapter import MemoryBranch, add_memory, freeze_base, load_memory, save_memory
+from titanmem.hf.adapter import MemoryBranch, add_memory, freeze_base, load_memory, memory_parameters, save_memory
 from titanmem.hf.cache import TitansCache
 from titanmem.hf.config import TitansHFConfig
 from titanmem.hf.modeling import TitansForCausalLM, TitansModel
@@ -32,5 +32,6 @@ __all__ = [
     "fast_tokenizer",
     "freeze_base",
     "load_memory",
+    "memory_parameters",
     "save_memory",
 ]

@@ -10,12 +10,14 @@ follows it through beams and batches; without a cache every call starts from a f
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
@@ -112,11 +114,15 @@ def add_memory(
     decoder = _decoder(model)
     count = len(decoder.layers)
     chosen = range(count) if layers is None else layers
+    whole = isinstance(chosen, Sequence) and not isinstance(chosen, str) and all(type(i) is int for i in chosen)
+    require(whole, f"layers must be a list of whole numbers, for instance [0, -1], got {layers!r}")
     wrong = [i for i in chosen if not -count <= i < count]
     require(not wrong, f"layers must lie in {-count} … {count - 1}, got {wrong}")
     indices = sorted({i % count for i in chosen})
     require(len(indices) > 0, "layers is empty; name at least one decoder layer")
     require(not any(True for _ in branches(model)), "this model has memories already; add them all in one call")
+    for index in indices:
+        _check_layer(decoder.layers[index])
     config = MemoryConfig.from_dict({"dim": model.config.hidden_size, "num_heads": num_heads, **settings})
     for index in indices:
         layer = decoder.layers[index]
@@ -154,13 +160,17 @@ def load_memory(model: PreTrainedModel, folder: str | Path) -> PreTrainedModel:
     for name in (CONFIG_FILE, WEIGHTS_FILE):
         if not (path / name).exists():
             raise FileNotFoundError(f"{path} has no {name}; expected a folder written by save_memory")
-    about = json.loads((path / CONFIG_FILE).read_text())
+    try:
+        about = json.loads((path / CONFIG_FILE).read_text())
+        weights = load_file(path / WEIGHTS_FILE)
+    except (ValueError, SafetensorError) as error:
+        name = CONFIG_FILE if isinstance(error, ValueError) else WEIGHTS_FILE
+        raise ValueError(f"{path / name} is damaged ({error}); save the memories again") from error
     dim, width = about["memory"]["dim"], model.config.hidden_size
     require(
         dim == width, f"{path} holds memories of width {dim}, the model has {width}; load it into its own base model"
     )
     add_memory(model, about["layers"], **about["memory"])
-    weights = load_file(path / WEIGHTS_FILE)
     for branch in branches(model):
         start = f"{branch.index}."
         branch.load_state_dict({n.removeprefix(start): x for n, x in weights.items() if n.startswith(start)})
@@ -185,6 +195,17 @@ def _decoder(model: PreTrainedModel) -> Any:
             f"{type(model).__name__} has no list of decoder layers; add_memory knows Llama, Qwen and the like"
         )
     return decoder
+
+
+def _check_layer(layer: nn.Module) -> None:
+    """Raise where a decoder layer cannot have a memory: it gets its cache and other arguments by name."""
+    takes = inspect.signature(layer.forward).parameters
+    others = any(parameter.kind is parameter.VAR_KEYWORD for parameter in takes.values())
+    require(
+        {"hidden_states", "past_key_values"} <= set(takes) and others,
+        f"{type(layer).__name__} takes no hidden_states, past_key_values and further keyword arguments, which memories "
+        "need; add_memory knows Llama, Qwen and the like",
+    )
 
 
 def _hand_on_mask(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

@@ -21,6 +21,7 @@ from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
 
+from titanmem.config import require
 from titanmem.data.packages import load_package
 from titanmem.data.tokenizer import Tokenizer
 from titanmem.models.language import TitansLM
@@ -28,23 +29,79 @@ from titanmem.models.language import TitansLM
 Row = dict[str, Any]
 
 
-def _same(row: Row) -> Row:
-    return row
+def _texts(row: Row, *names: str) -> Row:
+    """These parts of a row, each a text."""
+    for name in names:
+        require(isinstance(row[name], str), f"{name} must be a text, got {row[name]!r:.60}")
+    return {name: row[name] for name in names}
+
+
+def _answer(given: Any, first: int, count: int) -> int:
+    """The number of the right one of `count` answers."""
+    number = int(given)
+    require(first <= number < first + count, f"the answer must lie in {first} … {first + count - 1}, got {given!r}")
+    return number
+
+
+def _endings(given: Any) -> list[str]:
+    fits = isinstance(given, list) and len(given) > 1 and all(isinstance(ending, str) for ending in given)
+    require(fits, f"expected a list of texts to choose from, got {given!r:.60}")
+    return list(given)
+
+
+def _wikitext(row: Row) -> Row:
+    found = _texts(row, "page")
+    require(bool(found["page"].strip()), "the page is empty")
+    return found
+
+
+def _lambada(row: Row) -> Row:
+    found = _texts(row, "text")
+    require(" " in found["text"].strip(), f"expected a text of several words, got {found['text']!r:.60}")
+    return found
+
+
+def _piqa(row: Row) -> Row:
+    return {**_texts(row, "goal", "sol1", "sol2"), "label": _answer(row["label"], 0, 2)}
+
+
+def _hellaswag(row: Row) -> Row:
+    endings = _endings(row["endings"])
+    label = str(_answer(row["label"], 0, len(endings)))
+    return {**_texts(row, "activity_label", "ctx_a", "ctx_b"), "endings": endings, "label": label}
+
+
+def _winogrande(row: Row) -> Row:
+    found = _texts(row, "sentence", "option1", "option2")
+    require("_" in found["sentence"], f"the sentence has no _ to fill in: {found['sentence']!r:.60}")
+    return {**found, "answer": str(_answer(row["answer"], 1, 2))}
 
 
 def _arc(row: Row) -> Row:
     """Question, choices and answer as in the hub's data set; some copies hold the finished prompt instead."""
-    if "query" not in row:
-        return row
-    labels = [chr(ord("A") + i) for i in range(len(row["choices"]))]
-    question = row["query"].removeprefix("Question: ").removesuffix("\nAnswer:")
-    choices = {"text": row["choices"], "label": labels}
-    return {"id": row["id"], "question": question, "choices": choices, "answerKey": labels[row["gold"]]}
+    if "query" in row:
+        texts = _endings(row["choices"])
+        labels = [chr(ord("A") + i) for i in range(len(texts))]
+        question = _texts(row, "query")["query"].removeprefix("Question: ").removesuffix("\nAnswer:")
+        right = labels[_answer(row["gold"], 0, len(texts))]
+    else:
+        question, right = _texts(row, "question")["question"], row["answerKey"]
+        texts, labels = (_endings(row["choices"][name]) for name in ("text", "label"))
+        require(len(texts) == len(labels) and right in labels, f"the answer must be one of {labels}, got {right!r}")
+    return {
+        "id": str(row.get("id", "")), "question": question, "choices": {"text": texts, "label": labels},
+        "answerKey": right,
+    }  # fmt: skip
+
+
+def _siqa(row: Row) -> Row:
+    texts = _texts(row, "context", "question", "answerA", "answerB", "answerC")
+    return {**texts, "label": str(_answer(row["label"], 1, 3))}
 
 
 def _boolq(row: Row) -> Row:
     label = row["label"] if "label" in row else row["answer"]
-    return {"question": row["question"], "passage": row["passage"], "label": int(label)}
+    return {**_texts(row, "question", "passage"), "label": _answer(label, 0, 2)}
 
 
 @dataclass(frozen=True)
@@ -54,18 +111,18 @@ class LocalTask:
     name: str
     base: str  # the harness's own file
     files: tuple[str, ...]  # the first that exists is used
-    convert: Callable[[Row], Row] = _same
+    convert: Callable[[Row], Row]
 
 
 TASKS = [
-    LocalTask("wikitext", "wikitext/wikitext.yaml", ("wiki.test.raw", "wikitext_test.jsonl")),
-    LocalTask("lambada_openai", "lambada/lambada_openai.yaml", ("lambada_openai_test.jsonl",)),
-    LocalTask("piqa", "piqa/piqa.yaml", ("piqa_val.jsonl",)),
-    LocalTask("hellaswag", "hellaswag/hellaswag.yaml", ("hellaswag_val.jsonl",)),
-    LocalTask("winogrande", "winogrande/default.yaml", ("winogrande_val.jsonl",)),
+    LocalTask("wikitext", "wikitext/wikitext.yaml", ("wiki.test.raw", "wikitext_test.jsonl"), _wikitext),
+    LocalTask("lambada_openai", "lambada/lambada_openai.yaml", ("lambada_openai_test.jsonl",), _lambada),
+    LocalTask("piqa", "piqa/piqa.yaml", ("piqa_val.jsonl",), _piqa),
+    LocalTask("hellaswag", "hellaswag/hellaswag.yaml", ("hellaswag_val.jsonl",), _hellaswag),
+    LocalTask("winogrande", "winogrande/default.yaml", ("winogrande_val.jsonl",), _winogrande),
     LocalTask("arc_easy", "arc/arc_easy.yaml", ("arc_easy_test.jsonl", "arc_easy_val.jsonl"), _arc),
     LocalTask("arc_challenge", "arc/arc_challenge.yaml", ("arc_challenge_test.jsonl", "arc_challenge_val.jsonl"), _arc),
-    LocalTask("social_iqa", "siqa/siqa.yaml", ("siqa_val.jsonl",)),
+    LocalTask("social_iqa", "siqa/siqa.yaml", ("siqa_val.jsonl",), _siqa),
     LocalTask("boolq", "super_glue/boolq/default.yaml", ("boolq_val.jsonl",), _boolq),
 ]
 
@@ -104,7 +161,7 @@ def converted(task: LocalTask, source: Path) -> Iterator[Row]:
     for place, row in read_rows(source):
         try:
             yield task.convert(row)
-        except (KeyError, TypeError, AttributeError, IndexError) as error:
+        except (KeyError, ValueError, TypeError, AttributeError, IndexError) as error:
             raise ValueError(f"{place}: no row of {task.name} ({type(error).__name__}: {error})") from error
 
 
@@ -179,6 +236,19 @@ class Harness:
             TitansForCausalLM.from_core(model), tokenizer=fast_tokenizer(tokenizer), max_length=length, device=device,
             batch_size=max(1, tokens // length),
         )  # fmt: skip
+
+    def check(self, name: str, most: int | None = None) -> None:
+        """Build every question; raise where `length` has no room for an answer."""
+        task: Any = self.tasks.load([f"titanmem_{name}"])["tasks"][f"titanmem_{name}"]
+        task.build_all_requests(limit=most)
+        pairs = [one.args for one in task.instances if one.request_type == "loglikelihood"]
+        length = self.model.max_length
+        long = [(context, answer) for context, answer in pairs if context and len(answer.encode()) >= length]
+        longest = max((len(self.model._encode_pair(*pair)[1]) for pair in long), default=0)
+        require(
+            longest <= length,
+            f"harness.length={length}, but an answer of {name} has {longest} tokens; give at least {longest}",
+        )
 
     def measure(self, name: str, shots: int | None = None, most: int | None = None) -> tuple[dict[str, float], int]:
         """The harness's metrics of a task by name, and how many questions were asked."""

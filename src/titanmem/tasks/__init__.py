@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from inspect import signature
 from typing import Any
 
+from titanmem.config import check_keys, check_type, require
 from titanmem.data.tokenizer import Tokenizer
 from titanmem.tasks.babilong import Babilong
 from titanmem.tasks.base import Level, Rows, Task, generator_of
@@ -25,21 +27,29 @@ def open_task(name: str, tokenizer: Tokenizer | None = None, **settings: Any) ->
     shots, the others their own sizes."""
     if name not in NAMES:
         raise ValueError(f"unknown task {name!r}; known: {', '.join(NAMES)}")
-    try:
-        if name in TOKEN_TASKS:
-            return TOKEN_TASKS[name](**settings)
-        if tokenizer is None:
-            raise ValueError(f"the task {name!r} is in words: give a tokenizer")
-        return _needle(tokenizer, **settings) if name == Needle.name else _babilong(tokenizer, **settings)
-    except TypeError as error:
-        raise ValueError(f"the task {name!r} does not take these settings ({settings}): {error}") from error
+    text_tasks: dict[str, Callable[..., Task]] = {Needle.name: _needle, Babilong.name: _babilong}
+    made = TOKEN_TASKS.get(name) or text_tasks[name]
+    known = {key: p.annotation for key, p in signature(made, eval_str=True).parameters.items() if key != "tokenizer"}
+    check_keys(settings, list(known), f"the task {name!r}")
+    for key, value in settings.items():
+        check_type(f"{key} of the task {name!r}", known[key], value)
+    if name in TOKEN_TASKS:
+        return made(**settings)
+    if tokenizer is None:
+        raise ValueError(f"the task {name!r} is in words: give a tokenizer")
+    return made(tokenizer, **settings)
 
 
 def _needle(tokenizer: Tokenizer, kind: str = "pk", text: str | None = None) -> Needle:
     return Needle(tokenizer, kind, None if text is None else Haystack.folder(text, tokenizer))
 
 
-def _babilong(tokenizer: Tokenizer, facts: str, text: str, split: str = "test", shots: int = 0) -> Babilong:
+def _babilong(tokenizer: Tokenizer, facts: str = "", text: str = "", split: str = "test", shots: int = 0) -> Babilong:
+    require(
+        bool(facts and text),
+        "the task 'babilong' needs facts, the folder of bAbI v1.2, and text, a folder of .txt files; for a run: "
+        """task.settings='{"facts": "en-10k/", "text": "novels/", "split": "train"}'""",
+    )
     return Babilong.open(tokenizer, facts, text, split, shots)
 
 

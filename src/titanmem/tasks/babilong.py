@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -29,9 +29,14 @@ class Story:
     answer: str
 
 
+def story_files(folder: str | Path, task: int, split: str) -> list[Path]:
+    """The files that may hold the stories of a task; the first is read."""
+    return sorted(Path(folder).rglob(f"qa{task}_*_{split}.txt"))
+
+
 def read_stories(folder: str | Path, task: int, split: str = "test") -> list[Story]:
     """All questions of one bAbI file."""
-    found = sorted(Path(folder).rglob(f"qa{task}_*_{split}.txt"))
+    found = story_files(folder, task, split)
     require(
         bool(found),
         f"{folder} holds no qa{task}_*_{split}.txt; give the folder of bAbI v1.2, for instance tasks_1-20_v1-2/en-10k",
@@ -61,6 +66,7 @@ class Babilong(TextTask):
     alone: a model that never learnt this form goes on with whatever it likes."""
 
     name: ClassVar[str] = "babilong"
+    level_keys: ClassVar[dict[str, Any]] = {"qa": int, "index": int | None}
 
     def __init__(
         self,
@@ -86,7 +92,7 @@ class Babilong(TextTask):
         """Stories of the tasks that `folder` has, noise from `text`. Examples are training stories where there are."""
 
         def there(split: str) -> dict[int, list[Story]]:
-            found = [task for task in TASKS if any(Path(folder).rglob(f"qa{task}_*_{split}.txt"))]
+            found = [task for task in TASKS if story_files(folder, task, split)]
             return {task: read_stories(folder, task, split) for task in found}
 
         stories = there(split) or {1: read_stories(folder, 1, split)}  # which says what is missing

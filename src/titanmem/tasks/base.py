@@ -9,11 +9,12 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from titanmem.config import require
+from titanmem.config import check_keys, check_type, require
 
 IGNORED = -100  # no question here
 
 Level = Mapping[str, Any]  # how hard a row is: {"length": 256, "pairs": 32}
+TRIES = 100  # rows in which a level must ask something
 
 
 class Rows(NamedTuple):
@@ -29,24 +30,32 @@ class Task(ABC):
     name: ClassVar[str]
     vocab_size: int
     summary_id: int | None = None  # a token whose representation alone answers what is asked from it on
+    level_keys: ClassVar[dict[str, Any]] = {}  # what a level may say besides its length, and the type of it
 
     @abstractmethod
     def batch(self, rows: int, level: Level, generator: torch.Generator) -> Rows:
         """So many rows of one level."""
 
     def check(self, level: Level) -> None:
-        """Raise if there are no such rows, or if some could fail later."""
+        """Raise if there are no such rows, if some could fail later, or if they ask nothing."""
         self.length_of(level)
+        check_keys(level, ["length", *self.level_keys], f"a level of {self.name}")
+        for key, hint in self.level_keys.items():
+            if key in level:
+                check_type(f"{key} in a level of {self.name}", hint, level[key])
+        generator = generator_of(0)
         try:
-            self.batch(1, level, generator_of(0))
+            rows = (self.batch(1, level, generator) for _ in range(TRIES))
+            asks = any(bool((row.targets != IGNORED).any()) for row in rows)
         except (KeyError, TypeError) as error:
             raise ValueError(f"{self.name} does not understand the level {dict(level)}: {error}") from error
+        require(asks, f"of {TRIES} rows of {self.name} at the level {dict(level)} none asks anything; make them longer")
 
     def length_of(self, level: Level) -> int:
         """The length that a level asks for."""
-        length = level.get("length")
+        length = level.get("length") if isinstance(level, Mapping) else None
         fits = type(length) is int and length >= 0
-        require(fits, f"a level of {self.name} has a length, a whole number, got {dict(level)}")
+        require(fits, f"a level of {self.name} has a length, a whole number, got {level}")
         return int(level["length"])
 
     @abstractmethod

@@ -31,11 +31,7 @@ class Haystack:
     @classmethod
     def folder(cls, path: str | Path, tokenizer: Tokenizer) -> Haystack:
         """The .txt files of a folder, or one file."""
-        place = Path(path)
-        files = sorted(place.rglob("*.txt")) if place.is_dir() else [place]
-        require(
-            bool(files) and all(file.is_file() for file in files), f"{path} holds no text: give a .txt file or a folder"
-        )
+        files = haystack_files(path)
         texts: list[str] = []
         room = MOST_CHARACTERS
         for file in files:
@@ -57,3 +53,13 @@ class Haystack:
             chosen.append(sentence)
             room -= len(sentence)
         return chosen[::-1]
+
+
+def haystack_files(path: str | Path) -> list[Path]:
+    """The .txt files of a folder, or one file."""
+    place = Path(path)
+    files = sorted(place.rglob("*.txt")) if place.is_dir() else [place]
+    require(
+        bool(files) and all(file.is_file() for file in files), f"{path} holds no text: give a .txt file or a folder"
+    )
+    return files

@@ -6,7 +6,7 @@ Ids: content first (keys, then values), then noise, then marks.
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -50,6 +50,8 @@ class NoisyRecall(InContextRecall):
 
     def __init__(self, vocab_size: int = 16, noise_size: int = 16, share: float = 0.2) -> None:
         super().__init__(vocab_size)
+        require(noise_size >= 1, f"noise_size must be at least 1, got {noise_size}")
+        require(0 <= share < 1, f"share, of noise, lies in [0, 1), got {share}")
         self.noise_size, self.share = noise_size, share
         self.vocab_size = vocab_size + noise_size
 
@@ -76,6 +78,12 @@ class FuzzyRecall(Task):
 
     def __init__(self, vocab_size: int = 16, keys: int = 8, longest: int = 3) -> None:
         require(vocab_size % 2 == 0 and vocab_size >= 4, f"vocab_size must be even and at least 4, got {vocab_size}")
+        require(longest >= 1, f"longest, of keys and values, must be at least 1, got {longest}")
+        require(  # with more, short keys could begin every other one
+            1 <= keys <= vocab_size // 2,
+            f"keys must lie in [1, vocab_size // 2 = {vocab_size // 2}], since no key begins another, got {keys}; give "
+            f"keys={vocab_size // 2}, or a larger vocab_size",
+        )
         self.half, self.keys, self.longest = vocab_size // 2, keys, longest
         self.vocab_size = vocab_size + 1
         self.pad = vocab_size
@@ -119,14 +127,17 @@ class SelectiveCopy(Task):
     """Tokens scattered among blanks, then as many marks: write the tokens down in order. Levels: length, tokens."""
 
     name: ClassVar[str] = "mad-selective-copy"
+    level_keys: ClassVar[dict[str, Any]] = {"tokens": int}
 
     def __init__(self, vocab_size: int = 16) -> None:
+        require(vocab_size >= 1, f"vocab_size must be at least 1, got {vocab_size}")
         self.content = vocab_size
         self.blank, self.mark = vocab_size, vocab_size + 1
         self.vocab_size = vocab_size + 2
 
     def batch(self, rows: int, level: Level, generator: torch.Generator) -> Rows:
         length, count = int(level["length"]), int(level.get("tokens", 16))
+        require(count >= 1, f"tokens must be at least 1, got {count}")
         body = length - count
         require(body >= count, f"length {length} has no room to show and copy {count} tokens: need {2 * count}")
         places = torch.rand(rows, body, generator=generator).argsort(1)[:, :count].sort(1).values
@@ -148,6 +159,7 @@ class Memorisation(Task):
     name: ClassVar[str] = "mad-memorisation"
 
     def __init__(self, vocab_size: int = 256, seed: int = 0) -> None:
+        require(vocab_size >= 2, f"vocab_size holds keys and values: at least 2, got {vocab_size}")
         self.half = vocab_size // 2
         self.mark = 2 * self.half
         self.vocab_size = 2 * self.half + 1
@@ -172,6 +184,7 @@ class Compression(Task):
     name: ClassVar[str] = "mad-compression"
 
     def __init__(self, vocab_size: int = 16) -> None:
+        require(vocab_size >= 1, f"vocab_size must be at least 1, got {vocab_size}")
         self.content = vocab_size
         self.summary_id, self.mark = vocab_size, vocab_size + 1
         self.vocab_size = vocab_size + 2

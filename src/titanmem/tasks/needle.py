@@ -9,7 +9,7 @@ uuid the same with a UUID
 from __future__ import annotations
 
 from functools import cached_property
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -54,6 +54,7 @@ class Needle(TextTask):
     anywhere and are all asked, one after the other: more to learn from a row, and more to hold."""
 
     name: ClassVar[str] = "needle"
+    level_keys: ClassVar[dict[str, Any]] = {"depth": float | None, "needles": int}
 
     def __init__(self, tokenizer: Tokenizer, kind: str = "pk", haystack: Haystack | None = None) -> None:
         require(kind in KINDS, f"unknown needle {kind!r}; known: {', '.join(KINDS)}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -15,8 +15,10 @@ class Recall(Task):
     """Levels: length, pairs, and questions (default: each pair once)."""
 
     name: ClassVar[str] = "recall"
+    level_keys: ClassVar[dict[str, Any]] = {"pairs": int, "questions": int | None}
 
     def __init__(self, vocab_size: int = 512) -> None:
+        require(vocab_size >= 2, f"vocab_size holds keys and values: at least 2, got {vocab_size}")
         self.vocab_size = vocab_size
 
     def batch(self, rows: int, level: Level, generator: torch.Generator) -> Rows:
@@ -45,6 +47,7 @@ def recall_batch(
     half = vocab // 2
     require(1 <= pairs <= half, f"pairs must lie in [1, vocab // 2 = {half}], got {pairs}")
     count = pairs if questions is None else questions
+    require(count >= 1, f"questions must be at least 1, got {count}")
     need = 2 * pairs + count
     require(length >= need, f"length {length} has no room for {pairs} pairs and {count} questions: need {need}")
 

@@ -9,13 +9,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, pad
 
 from titanmem.data.tokenizer import Tokenizer
 from titanmem.layers.neural_memory import Probe
 from titanmem.models.generation import generate
 from titanmem.models.language import TitansLM
 from titanmem.state import ModelState, find_memory
+from titanmem.tasks.base import share
 from titanmem.train.parallel import Spread
 
 
@@ -49,7 +50,8 @@ def memory_work(model: TitansLM, rows: dict[str, Tensor], piece: int, forget_eve
         frozen    with the memory of the first half, which learns nothing more
         learning  with the memory of the first half, learning on
 
-    and the loss by position of the last. Rows are read in pieces of `piece` tokens."""
+    each with its standard error over stretches of `forget_every` tokens, and the loss by position of the last. Rows are
+    read in pieces of `piece` tokens."""
     ids, labels = rows["ids"], rows["labels"]
     half = ids.shape[1] // 2 // piece * piece
 
@@ -75,8 +77,17 @@ def memory_work(model: TitansLM, rows: dict[str, Tensor], piece: int, forget_eve
     whole = torch.cat([begin, learning], 1)
     return {
         **{name: (loss.sum() / real.sum()).item() for name, loss in means.items()},
+        **{f"{name}_stderr": spread_of(loss[real], forget_every) for name, loss in means.items()},
         "by_position": by_position(whole, labels >= 0),
     }
+
+
+def spread_of(losses: Tensor, size: int) -> float | None:
+    """The standard error of the mean of losses [N], where each stretch of `size` is one draw; None for one stretch."""
+    if len(losses) <= size:
+        return None
+    rows, counts = (pad(x, (0, -len(x) % size)).view(-1, size).sum(1) for x in (losses, torch.ones_like(losses)))
+    return share(rows, counts)[1]
 
 
 def by_position(loss: Tensor, real: Tensor, first: int = 64) -> list[dict[str, float]]:

@@ -86,6 +86,15 @@ def position_axis(axis: Any, places: Sequence[dict[str, Any]]) -> None:
     axis.minorticks_off()
 
 
+def can_draw() -> bool:
+    """Whether matplotlib is there."""
+    try:
+        import matplotlib.figure  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
 def new_figure(columns: int, rows: int = 1, width: float = 4.6, height: float = 3.4) -> tuple[Any, Any]:
     """A figure with its axes, row by row, without needing a screen."""
     try:
