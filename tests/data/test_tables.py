@@ -61,7 +61,7 @@ def test_months_are_steps_of_their_own(tmp_path):
 def test_month_ends_are_steps_of_a_month(tmp_path):
     days = ["2023-10-31", "2023-11-30", "2023-12-31", "2024-02-29"]
     found = read_series(write(tmp_path, "ds,y\n" + "".join(f"{day},1\n" for day in days)))
-    assert show_step(found.step) == "1 month"
+    assert show_step(found.step) == "1 month, on the last day"
     assert [show_time(t)[:10] for t in found.times[3:]] == ["2024-01-31", "2024-02-29"]
     assert [show_time(t)[:10] for t in found.after(3)] == ["2024-03-31", "2024-04-30", "2024-05-31"]
 
@@ -70,6 +70,7 @@ def test_month_ends_are_steps_of_a_month(tmp_path):
     ("step", "time"),
     [
         (Months(3), "2024-02-15"),
+        (Months(1), "2023-02-28"),  # the last day by chance
         (Months(1, end=True), "2024-04-30"),
         (np.timedelta64(36, "h"), "2024-01-01"),
         (np.timedelta64(90_000_001, "us"), "2024-01-01"),

@@ -226,7 +226,10 @@ def test_quotas_names_and_expiry(tmp_path):
         other.append("x")
     tight = Store(tmp_path, engine, quota=Quota(bytes=4 * engine.start.nbytes + 10))  # two snapshots for each
     with tight.open("b") as other:
-        other.append("x")
+        other.append("x", key="k")
+        tight.quota = Quota(bytes=10)
+        assert other.append("x", key="k") == 1  # it was read: whoever asks again hears so
+        tight.quota = Quota(bytes=4 * engine.start.nbytes + 10)
         with pytest.raises(QuotaExceeded, match="more are needed"):
             other.mark("too much")
     with pytest.raises(QuotaExceeded, match=r"counts for [\d,]+ at least"):

@@ -209,8 +209,8 @@ def test_forks_expect_a_place_and_leave_nothing(server):
         assert call(address, "/v1/completions", ask | {"session": ask["session"] | {"expect": expect}})[0] == status
     assert call(address, "/v1/completions", ask | {"session": {"name": "none", "policy": "fork"}})[0] == 200
     assert [one["name"] for one in call(address, "/v1/sessions")[1]["data"]] == ["f"]
-    call(address, "/v1/sessions/f/marks", {"name": "m"})
-    assert call(address, "/v1/sessions/f/marks/m", method="DELETE")[1]["marks"] == {}
+    call(address, "/v1/sessions/f/marks", {"name": "m/n"})
+    assert call(address, "/v1/sessions/f/marks/m%2Fn", method="DELETE")[1]["marks"] == {}
     call(address, "/v1/sessions/f", method="DELETE")
 
 
@@ -225,17 +225,37 @@ def test_without_a_key_in_force_only_this_machine_is_served(tmp_path):
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_answers_that_outlast_a_shutdown_say_so(stream, tmp_path):
-    with serving(tmp_path) as (service, address), ThreadPoolExecutor(1) as pool:
+    with serving(tmp_path) as (service, address), ThreadPoolExecutor(2) as pool:
         ask = {"model": "small", "prompt": "abc", "max_tokens": 4000, "session": "s", "stream": stream}
-        waiting = pool.submit(call, address, "/v1/completions", ask, raw=True)
+        first = pool.submit(call, address, "/v1/completions", ask, raw=True)
         while service.engine.work.drawn < 5:
+            time.sleep(0.01)
+        second = pool.submit(call, address, "/v1/completions", ask, raw=True)
+        while service.active < 2:
             time.sleep(0.01)
         service.draining = True
         service.hurry()
-        status, body = waiting.result(timeout=60)
-        assert status == (200 if stream else 503)
-        assert b'"code": "shutting_down"' in body or b'"code":"shutting_down"' in body
+        for waiting, status in ((first, 200 if stream else 503), (second, 503)):  # the second had not begun
+            found, body = waiting.result(timeout=60)
+            assert found == status
+            assert b'"code": "shutting_down"' in body or b'"code":"shutting_down"' in body
         assert service.store.info("s").tokens > 5
+
+
+def test_a_session_that_cannot_be_closed_well_bothers_nobody(tmp_path, monkeypatch):
+    with serving(tmp_path, limits=Limits(open_sessions=1)) as (_, address):
+        for name in ("a", "b"):
+            assert call(address, "/v1/sessions", {"name": name, "text": "abc"})[0] == 201
+        with monkeypatch.context() as patch:
+            patch.setattr("titanmem.infer.folder.SessionFolder.close", failing_close)
+            assert call(address, "/v1/sessions/a")[0] == 200  # makes room: b is closed, and the disk fails
+        assert call(address, "/v1/sessions/b/append", {"text": "def"})[1]["tokens"] == 6
+
+
+def failing_close(folder) -> None:
+    folder.log.close()
+    os.close(folder._lock)
+    raise OSError("the disk fails")
 
 
 @pytest.mark.parametrize("stream", [True, False])

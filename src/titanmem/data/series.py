@@ -447,9 +447,9 @@ def _places(times: np.ndarray, step: Any) -> np.ndarray | None:
 
 
 def show_step(step: Any) -> str:
-    """A step in words. Those of months do not tell on which day."""
+    """A step in words. Those of months tell only whether it is their last day."""
     if isinstance(step, Months):
-        return f"{step.count} month{'s' if step.count > 1 else ''}"
+        return f"{step.count} month{'s' if step.count > 1 else ''}{', on the last day' if step.end else ''}"
     if not isinstance(step, np.timedelta64):
         return str(step)
     micros = int(step.astype("timedelta64[us]").astype(np.int64))
@@ -469,7 +469,7 @@ def parse_step(text: str, time: Any) -> Any:
         f"the time {show_time(time)} is {'a date' if dated else 'a number'}, but rows are {text} apart",
     )
     if unit.startswith("month"):
-        return Months(int(count), end=bool((time + _DAY).astype("datetime64[M]") > time.astype("datetime64[M]")))
+        return Months(int(count), end="last day" in unit)
     if unit:
         size = _UNITS.get(unit.removesuffix("s"), 1_000_000)
         return np.timedelta64(round(float(count) * size), "us")

@@ -100,7 +100,7 @@ def find_set(folder: str, name: str) -> Path:
         return next((place for place, split in enumerate(splits) if split in rest), len(splits)), file
 
     every = sorted(Path(folder).rglob(f"{name}*.jsonl"))
-    files = [f for f in every if "train" not in f.stem and "train" not in f.relative_to(folder).parts]
+    files = [f for f in every if "train" not in (*re.split(r"[^a-z]+", f.stem), *f.relative_to(folder).parts)]
     only = "" if not every else f" but {every[0].name}, which is there to train on"
     require(bool(files), f"{folder} holds no {name}*.jsonl{only}; give {name}_{splits[0]}.jsonl")
     return min(files, key=rank)

@@ -39,6 +39,7 @@ def _texts(row: Row, *names: str) -> Row:
 def _answer(given: Any, first: int, count: int) -> int:
     """The number of the right one of `count` answers."""
     number = int(given)
+    require(number == float(given), f"the answer's number must be whole, got {given!r}")
     require(first <= number < first + count, f"the answer must lie in {first} … {first + count - 1}, got {given!r}")
     return number
 

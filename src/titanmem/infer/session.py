@@ -124,7 +124,8 @@ class Session:
                 raise Conflict(f"the key {key!r} was used with another text, of {done} tokens; this has {len(ids)}")
             if not done:
                 self._check_expected(expect)
-            self._check_room(len(ids) - done)
+            if done < len(ids):
+                self._check_room(len(ids) - done)
             learn = self._learns(policy)
             for first in range(done, len(ids), LONGEST):
                 part, before = ids[first : first + LONGEST], self.past

@@ -10,7 +10,7 @@ from contextlib import contextmanager, nullcontext
 from threading import Lock
 
 from titanmem.infer import Session, SessionBusy, Store
-from titanmem.infer.store import UnknownSession
+from titanmem.infer.store import NameTaken, UnknownSession
 
 Place = tuple[str, str]  # owner, name
 
@@ -53,7 +53,10 @@ class Live:
                     except UnknownSession:
                         if not create:
                             raise
-                        entry.session, made = self.store.create(name, owner), True
+                        try:
+                            entry.session, made = self.store.create(name, owner), True
+                        except NameTaken:  # made by another request meanwhile
+                            entry.session = self.store.open(name, owner)
                 session = entry.session
             with self._undone(entry, owner) if made else nullcontext():
                 yield session
@@ -87,9 +90,7 @@ class Live:
         with self._hold(name, owner) as entry, entry.lock:
             if entry.users > 1:
                 raise SessionBusy("the session is answering another request; try again when that is done")
-            if entry.session is not None:
-                entry.session.close(save=False)
-                entry.session = None
+            self._close(entry, save=False)
             self.store.delete(name, owner)
 
     def close(self) -> None:
@@ -98,13 +99,17 @@ class Live:
             entries = list(self._entries.values())
         for entry in entries:
             with entry.lock:
-                held, entry.session = entry.session, None
-                if held is None:
-                    continue
-                try:
-                    held.close()
-                except (ValueError, OSError) as error:  # the others are closed all the same; the log has everything
-                    print(f"{held.name} was not closed well: {error}", file=sys.stderr, flush=True)
+                self._close(entry)
+
+    @staticmethod
+    def _close(entry: _Entry, save: bool = True) -> None:
+        """Close what is open. Should the disk fail, nobody else is bothered: the log has everything."""
+        held, entry.session = entry.session, None
+        try:
+            if held is not None:
+                held.close(save)
+        except (ValueError, OSError) as error:
+            print(f"a session was not closed well: {error}", file=sys.stderr, flush=True)
 
     @contextmanager
     def _hold(self, name: str, owner: str) -> Iterator[_Entry]:
@@ -134,9 +139,8 @@ class Live:
                 entry.users += 1  # nobody else closes it
             try:
                 with entry.lock:
-                    if entry.users == 1 and entry.session is not None:
-                        entry.session.close()
-                        entry.session = None
+                    if entry.users == 1:
+                        self._close(entry)
             finally:
                 with self._lock:
                     entry.users -= 1

@@ -245,6 +245,10 @@ class Asked:
             if not listening.done():
                 raise Refusal(499, "the client went away", "client_closed_request")
             listening.result()
+        except asyncio.CancelledError:
+            if not self.service.draining:
+                raise
+            raise self.service.cut_short from None
         finally:
             watch.cancel()
             listening.cancel()

@@ -98,7 +98,12 @@ class Service:
     async def run(self, function: Callable[[], T]) -> T:
         """Work that blocks, in a thread, in a slot of its own."""
         with self.slot():
-            return await to_thread.run_sync(function, limiter=self._limiter)
+            try:
+                return await to_thread.run_sync(function, limiter=self._limiter)
+            except asyncio.CancelledError:
+                if not self.draining:
+                    raise
+                raise self.cut_short from None
 
     async def relay(self, make: Callable[[Event], Iterator[T]]) -> AsyncIterator[T]:
         """What an iterator yields in a thread. It is told when nobody listens any more, and keeps its slot until it has
@@ -109,10 +114,14 @@ class Service:
         def put(item: T | None, error: BaseException | None = None) -> None:
             loop.call_soon_threadsafe(items.put_nowait, (item, error))
 
+        whole = False
+
         def work() -> None:
+            nonlocal whole
             try:
                 for item in make(cancelled):
                     put(item)
+                whole = not cancelled.is_set()
                 put(None)
             except BaseException as error:
                 put(None, error)
@@ -123,11 +132,11 @@ class Service:
             try:
                 while True:
                     item, error = await items.get()
+                    if self.hurried and cancelled.is_set() and not whole and (item is None or error is not None):
+                        raise self.cut_short from error
                     if error is not None:
                         raise error
                     if item is None:
-                        if self.hurried and cancelled.is_set():
-                            raise Refusal(503, "the server shut down before the answer's end", "shutting_down", retry=5)
                         return
                     yield item
             finally:
@@ -135,6 +144,12 @@ class Service:
                 cancelled.set()
                 with CancelScope(shield=True):
                     await thread
+
+    @property
+    def cut_short(self) -> Refusal:
+        """What those hear whose request outlasted the shutdown."""
+        says = "the server shut down before the end; what was read or drawn until then stays, so look before a retry"
+        return Refusal(503, says, "shutting_down", retry=5)
 
     def hurry(self) -> None:
         """End the answers that are still being drawn: their time is over. What was drawn belongs to the sessions."""

@@ -185,7 +185,7 @@ def install(app: FastAPI, service: Service) -> None:
         owner = service.owner(request)
         return await use(request, name, lambda session: about(session, owner, mark=session.mark(given.name)))
 
-    @router.delete("/{name}/marks/{mark}")
+    @router.delete("/{name}/marks/{mark:path}")
     async def drop_mark(name: str, mark: str, request: Request) -> dict[str, Any]:
         """Take a mark away; the session stays where it is."""
         owner = service.owner(request)

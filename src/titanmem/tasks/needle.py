@@ -124,7 +124,10 @@ class Needle(TextTask):
 def needles_of(level: Level) -> int:
     """How many needles a level hides."""
     needles = level.get("needles", 1)
-    require(type(needles) is int and needles >= 1, f"needles is a whole number from 1 on, got {needles!r}")
+    most = len(ADJECTIVES) * len(NOUNS) // 2  # each has a key of its own
+    require(
+        type(needles) is int and 1 <= needles <= most, f"needles is a whole number from 1 to {most}, got {needles!r}"
+    )
     return int(needles)
 
 
