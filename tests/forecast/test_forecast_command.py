@@ -103,7 +103,7 @@ def test_one_new_row_goes_on_with_a_stream(trained, tmp_path, capsys):
     words = ["--state", str(tmp_path / "s.safetensors"), "--out", str(tmp_path / "f.csv")]
     for source in (write_waves(tmp_path / "part.csv", 150), tmp_path / "one.csv"):
         assert main(["forecast", "online", str(run), str(source), *words]) == 0
-    assert "1 new rows read, 151 in all" in capsys.readouterr().out
+    assert "1 new row read, 151 in all" in capsys.readouterr().out
     np.testing.assert_array_equal(read_series(tmp_path / "f.csv").times, read_series(table).times[151:157])
 
 

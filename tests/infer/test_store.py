@@ -258,10 +258,10 @@ def test_a_text_with_a_key_is_read_once(tmp_path):
             session.save()
             session.append("third ", key="3")
             assert same(session.past, plain.past)
-            with pytest.raises(Conflict, match="'3' was used with another text, of 6 tokens; this has 7"):
+            with pytest.raises(Conflict, match="'3' was used with another text, of 6 tokens; this one has 7"):
                 session.append("another", key="3")
             for key in ("1", "3"):
-                with pytest.raises(Conflict, match=f"'{key}' was used with another text, of 6 tokens; this has 6"):
+                with pytest.raises(Conflict, match=f"'{key}' was used with another text, of 6 tokens; this one has 6"):
                     session.append("other ", key=key)
         with store.open("a") as session:  # another process: keys before and behind the snapshot are known
             for key, text in (("2", "second "), ("3", "third ")):

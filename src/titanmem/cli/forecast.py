@@ -233,7 +233,8 @@ def follow(arguments: argparse.Namespace) -> int:
         )
     count = online.feed_new(series)
     online.save(arguments.state)
-    print(f"{count:,} new rows read, {online.state.seen:,} in all; the stream is in {arguments.state}")
+    new = "1 new row" if count == 1 else f"{count:,} new rows"
+    print(f"{new} read, {online.state.seen:,} in all; the stream is in {arguments.state}")
     forecast = Series(predictor.columns, online.forecast(), series.after(predictor.horizon), series.time, series.step)
     _write(forecast, arguments.out, series, len(series), predictor)
     return 0

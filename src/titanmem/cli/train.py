@@ -75,6 +75,7 @@ def list_recipes() -> str:
         lines.append(f"{name:28}{parameters(config.model) / 1e6:>10.1f} M{_short(config.tokens):>10}{need:>18.1f} GiB")
     lines.append(f"MODEL-TASK, for instance lmm-recall: {', '.join(recipes.MODELS)} on {', '.join(recipes.TASKS)}")
     lines.append(f"and, where flash-linear-attention is installed: {', '.join(recipes.FLA_MODELS)}")
+    lines.append(f"{' and '.join(f'{model}-tiny-recall' for model in recipes.TINY)}, a minute on a CPU")
     return "\n".join(lines)
 
 

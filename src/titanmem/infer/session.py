@@ -121,7 +121,7 @@ class Session:
             given = self._keys.get(words, Given()) if words else Given()
             done = given.tokens
             if not given.starts(ids) or (done < len(ids) and done % LONGEST):
-                raise Conflict(f"the key {key!r} was used with another text, of {done} tokens; this has {len(ids)}")
+                raise KeyUsed(f"the key {key!r} was used with another text, of {done} tokens; this one has {len(ids)}")
             if not done:
                 self._check_expected(expect)
             if done < len(ids):
@@ -390,6 +390,10 @@ class Session:
 
 class Conflict(ValueError):
     """The session is not where the caller thought."""
+
+
+class KeyUsed(Conflict):
+    """A key comes again with another text."""
 
 
 class _Gate:

@@ -133,6 +133,7 @@ __all__ = [
     "FLA_MODELS",
     "MODELS",
     "TASKS",
+    "TINY",
     "fineweb",
     "mini_python",
     "names",

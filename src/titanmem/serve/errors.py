@@ -12,6 +12,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from titanmem.infer import Conflict, QuotaExceeded, SessionBusy
+from titanmem.infer.session import KeyUsed
 from titanmem.infer.store import NameTaken, UnknownSession
 from titanmem.infer.tokenlog import NotWritten
 
@@ -30,6 +31,7 @@ STATUS: list[tuple[type[Exception], int, str]] = [
     (UnknownSession, 404, "session_not_found"),
     (SessionBusy, 409, "session_busy"),
     (NameTaken, 409, "session_exists"),
+    (KeyUsed, 409, "idempotency_key_used"),
     (Conflict, 409, "session_moved_on"),
     (QuotaExceeded, 429, "insufficient_quota"),
     (ValueError, 400, "invalid_value"),
