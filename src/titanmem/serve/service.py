@@ -128,6 +128,8 @@ class Service:
 
         with self.slot():
             self._answers.add(cancelled)
+            if self.hurried:
+                cancelled.set()
             thread = asyncio.ensure_future(to_thread.run_sync(work, limiter=self._limiter))
             try:
                 while True:
