@@ -110,9 +110,9 @@ def check_types(config: object) -> None:
 def check_type(name: str, hint: Any, value: Any) -> None:
     """Raise where a value is not what a hint says; hints of other kinds are not looked at."""
     kinds = _choices(hint)
-    words = [_spelt(kind) for kind in kinds]
-    if None not in words:
-        require(any(_fits(kind, value) for kind in kinds), f"{name} must be {' or '.join(words)}, got {value!r}")  # type: ignore[arg-type]
+    words = [word for kind in kinds if (word := _spelt(kind)) is not None]
+    if len(words) == len(kinds):
+        require(any(_fits(kind, value) for kind in kinds), f"{name} must be {' or '.join(words)}, got {value!r}")
 
 
 def _spelt(kind: Any) -> str | None:

@@ -7,8 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from titanmem.data.series import Months, Reading, Series, parse_step, read_series, show_step, show_time, write_series
+from titanmem.data.series import Reading, Series, read_series, write_series
 from titanmem.data.splits import PARTS, Scaler, Splits, find_benchmark, read_benchmark
+from titanmem.data.times import Months, parse_step, show_step, show_time
 
 DATA = Path(__file__).parents[2] / "data"  # where the docs put the data sets; not part of the project
 

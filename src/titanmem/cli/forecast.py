@@ -108,7 +108,7 @@ def _config(arguments: argparse.Namespace) -> tuple[SeriesRun, Path]:
 def train_table(arguments: argparse.Namespace) -> int:
     config, folder = _config(arguments)
     series, splits = config.data.table()
-    from titanmem.data.series import show_step, show_time
+    from titanmem.data.times import show_step, show_time
 
     print(
         f"{arguments.table}: {len(series):,} rows of {len(series.columns)} columns, {show_step(series.step)} apart, "

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from titanmem.config import require
-from titanmem.data.series import Series, check_columns, show_step, show_time, step_times
+from titanmem.data.series import Series, check_columns
+from titanmem.data.times import show_step, show_time, step_times
 from titanmem.forecast.predictor import Predictor
 from titanmem.models.series import Forecaster, SeriesConfig
 from titanmem.state import ModelState, State, check_same_config

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from titanmem.config import require
-from titanmem.data.series import Reading, Series, fill_missing, parse_step, read_rows, show_step, show_time
+from titanmem.data.series import Reading, Series, fill_missing, read_rows
 from titanmem.data.splits import Scaler
+from titanmem.data.times import parse_step, show_step, show_time
 from titanmem.models.base import find_device, load
 from titanmem.models.series import Forecaster
 from titanmem.train.config import RunConfig

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from titanmem.config import Config, check_counts, check_types, require
-from titanmem.data.series import Reading, Series, fill_parts, read_rows, show_step
+from titanmem.data.series import Reading, Series, fill_parts, read_rows
 from titanmem.data.splits import Scaler, Splits
+from titanmem.data.times import show_step
 from titanmem.models.series import Forecaster, SeriesConfig
 from titanmem.tasks.base import generator_of
 from titanmem.train.config import OptimConfig, ParallelConfig, RunConfig
