@@ -238,7 +238,8 @@ class Text(Experiment):
             if self.name != "throughput":
                 words += ["--rates", ",".join(f"{rate:g}" for rate in sorted({run.settings[RATE] for run in runs}))]
                 words += ["--seeds", seeds_of(runs)]
-            words += ["--label", runs[0].label] if runs[0].label else []
+            label = runs[0].label.removeprefix(str(own.get("size", ""))).removeprefix("-")  # a size is one of its own
+            words += ["--label", label] if label else []
             words += setting_words(runs[0], [RATE, *language.OWN])
             groups.setdefault(shlex.join(words), []).append(runs[0].model)
         start = f"titanmem reproduce {self.name} --models"

@@ -112,6 +112,16 @@ def test_chunked_equals_the_token_loop_with_every_gradient(case, chunk_len):
     assert_close(solve(p, "chunked", chunk_len, **how), solve(p, "reference", chunk_len, **whole))
 
 
+@pytest.mark.parametrize("make", [{}, {"extreme": True}, {"tokens": 150}])  # the last: three tiles
+@pytest.mark.parametrize("how", [{}, {"residual": False, "cuts": (4,)}, {"lengths": torch.tensor([9, 0])}])
+def test_the_delta_rules_in_tiles_equal_the_token_loop_with_every_gradient(make, how, monkeypatch):
+    p = make_problem(**{"depth": 1, "norm": False, "tokens": 10, **make})
+    whole = {key: value for key, value in how.items() if key != "cuts"}
+    expected = solve(p, "reference", 1, clip=0.0, **whole)
+    monkeypatch.setattr(chunked, "Scan", None)  # the general form is not taken
+    assert_close(solve(p, "chunked", 1, clip=0.0, **how), expected)
+
+
 @pytest.mark.parametrize("how", [{}, {"cuts": (6,)}, {"lengths": torch.tensor([13, 6])}])
 def test_products_that_are_too_many_to_keep_are_taken_again(how, monkeypatch):
     p = make_problem(tokens=13)

@@ -11,7 +11,7 @@ import math
 import statistics
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -73,8 +73,19 @@ class LanguageJob(TrainingJob):
     def config(self) -> TrainConfig:
         own = {"data.source": self.source, "data.path": self.text}
         own |= {name: value for name, value in self.settings.items() if name not in OWN}
-        run = language_run(self.model, self.scale, str(self.settings.get("size", "340m")))
+        run = language_run(self.model, self.scale, self.settings.get("size"))
         return run.change({**own, "seed": self.seed}).fit(own)
+
+    def run(self, beside: int) -> RunRecord | None:
+        """The same run of the experiment `language` is taken over where it is stored beside."""
+        twin = self.out.parent / "language" / self.file.name
+        if self.table != "language" and twin.exists():
+            held = RunRecord.read(twin)
+            if held.settings == self.settings:
+                record = replace(held, experiment=self.table)
+                record.write(self.file)
+                return record
+        return super().run(beside)
 
     def measure(self, config: RunConfig, found: dict[str, Any]) -> dict[str, Any]:
         assert isinstance(config, TrainConfig)

@@ -44,7 +44,7 @@ class SpeedJob(Job):
         if self.model in PEERS:
             return None
         own = {name: value for name, value in self.settings.items() if name.startswith("model.")}
-        run = language_run(self.model, self.settings["scale"], str(self.settings.get("size", "340m")))
+        run = language_run(self.model, self.settings["scale"], self.settings.get("size"))
         return run.change(own).model
 
     def run(self, beside: int) -> RunRecord:

@@ -49,7 +49,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         if name in TEXT:
             verb.add_argument("--test-length", type=int, help="tokens of a test (default: 32768)")
         if name in (*TEXT, "throughput"):
-            verb.add_argument("--size", help="of the models at the paper's scale: 170m, 340m, 400m, 760m, 1.3b")
+            small = "; at the scale small 8m or 46m" if name in TEXT else ""
+            verb.add_argument("--size", help=f"of the models: 170m, 340m, 400m, 760m, 1.3b at the paper's scale{small}")
         for option in _LISTS.get(name, ()):
             verb.add_argument(f"--{option}", help="with commas")
         if name == "babilong":

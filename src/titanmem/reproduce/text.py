@@ -21,7 +21,7 @@ from titanmem.bench.speed import PEERS, SpeedJob
 from titanmem.config import require
 from titanmem.eval.published import PUBLISHED, beside
 from titanmem.models.sizes import SIZES
-from titanmem.recipes.language import ABLATED, COMPARED, COMPARED_FLA, DEEP, language_run
+from titanmem.recipes.language import ABLATED, COMPARED, COMPARED_FLA, DEEP, language_run, language_sizes
 from titanmem.reproduce.experiment import Experiment, SearchedExperiment
 from titanmem.train.plots import new_figure
 
@@ -42,7 +42,7 @@ def with_fla() -> bool:
 class TextExperiment(SearchedExperiment):
     """Models of one size on one text, each with its own learning rate."""
 
-    default_size: ClassVar[str] = "340m"
+    paper_size: ClassVar[str] = "340m"
     compared: ClassVar[Sequence[str]]
 
     @property
@@ -59,15 +59,29 @@ class TextExperiment(SearchedExperiment):
 
     @property
     def size(self) -> str:
-        """Of the models at the paper's scale."""
-        size = str(self.request.more.get("size") or self.default_size)
-        require(size in SIZES, f"--size is one of {', '.join(SIZES)}, got {size!r}")
+        """Of the models."""
+        sizes = language_sizes(self.scale)
+        size = str(self.request.more.get("size") or (self.paper_size if self.scale == "paper" else sizes[0]))
+        require(size in sizes, f"--size at the scale {self.scale} is one of {', '.join(sizes)}, got {size!r}")
         return size
 
     @property
+    def paper_rates(self) -> list[float]:
+        return [SIZES[self.size].learning_rate] if self.scale == "paper" else []
+
+    @property
     def own(self) -> dict[str, Any]:
-        """How its settings say which scale this is."""
-        return {"small": {}, "tiny": {"scale": "tiny"}}.get(self.scale, {"scale": self.scale, "size": self.size})
+        """How its settings say which scale and size this is."""
+        if self.scale == "paper" or self.size != language_sizes(self.scale)[0]:
+            return {"scale": self.scale, "size": self.size}
+        return {} if self.scale == "small" else {"scale": self.scale}
+
+    def shared(self, settings: dict[str, Any] | None = None) -> dict[str, Any]:
+        """A size that is not the scale's own is a label in the tables."""
+        found = super().shared(settings)
+        if self.scale == "small" and "size" in self.own:
+            found["label"] = "-".join(filter(None, (self.size, found["label"])))
+        return found
 
     @cached_property
     def search(self) -> Search[str]:
@@ -87,7 +101,7 @@ class TextExperiment(SearchedExperiment):
             cell=lambda record: record.model,
             loss=lambda record: record.metrics["dev_loss"],
             cells=self.models,
-            rates=self.pick(self.request.rates, RATES[1:2], RATES, (SIZES[self.size].learning_rate,)),
+            rates=self.pick(self.request.rates, RATES[1:2], RATES, self.paper_rates),
             seeds=self.seeds((0, 1), (0,)),
         )
 
@@ -147,7 +161,7 @@ class Language(TextExperiment):
 
 class Depth(TextExperiment):
     name = stored = "depth"
-    default_size = "170m"
+    paper_size = "170m"
     compared = DEEP
 
     @property
@@ -185,7 +199,7 @@ class Depth(TextExperiment):
 
 class Ablation(TextExperiment):
     name = stored = "ablation"
-    default_size = "400m"
+    paper_size = "400m"
     compared = ABLATED
 
     def table(self, records: Sequence[RunRecord]) -> str:

@@ -3,7 +3,7 @@
     y, fast = memory(q, k, v, gates, fast, gain=gain, chunk_len=64)
 
 `reference` is the token loop that specifies it, `chunked` the exact parallel form in plain torch, `triton` the same in
-kernels; single tokens have a form of their own. Legend: B batch, T tokens, H heads,
+kernels; single tokens and the delta rules have forms of their own. Legend: B batch, T tokens, H heads,
 D head width, L matrices of shape I_l × O_l with I₁ = O_L = D.
 """
 
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from titanmem.ops import backend
 from titanmem.ops.memory import chunked, custom_op, support
+from titanmem.ops.memory.delta import delta_fits, memory_delta
 from titanmem.ops.memory.network import read
 from titanmem.ops.memory.plan import count_chunks
 from titanmem.ops.memory.probe import WriteProbe, probe_scan
@@ -107,6 +108,9 @@ def memory(
         kernel = choice == "triton" and support.why_not(q, gates.channels, fast.start_weight, chunk_len) is None
         with torch.autocast(q.device.type, enabled=False):
             return memory_step(q, k, v, gates.stacked(), fast, gain, chunk_len, residual, clip, kernel)
+    if starts is None and delta_fits(fast, gain, chunk_len, clip, gates.channels):
+        with torch.autocast(q.device.type, enabled=False):
+            return memory_delta(q, k, v, gates.stacked(), fast, residual, lengths)
     how = dict(gain=gain, chunk_len=chunk_len, residual=residual, clip=clip, fresh=fresh)
     if choice == "triton":
         why = support.why_not(q, gates.channels, fast.start_weight, chunk_len)
