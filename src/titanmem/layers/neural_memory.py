@@ -122,6 +122,7 @@ _LINEAR: dict[str, Any] = {
 }  # fmt: skip
 PRESETS: dict[str, dict[str, Any]] = {
     "titans": {},
+    "titans-text": {"step_init": 1e-4, "step_max": 1e-3, "forget_init": 2e-5},  # tokens that come again and again
     "titans-linear": {"depth": 1},
     "gated-delta": {**_LINEAR, "chunk_len": 1},
     "delta": {**_LINEAR, "chunk_len": 1, "forget": False},

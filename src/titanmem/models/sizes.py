@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from titanmem.blocks import BLOCKS
+from titanmem.layers.neural_memory import PRESETS
 from titanmem.models.cost import parameters
 from titanmem.models.language import TitansConfig
 
@@ -34,6 +35,9 @@ SIZES = {
     "760m": Size(760e6, 24, 1536, 16, 1.25e-3, 30e9),
     "1.3b": Size(1.3e9, 18, 2048, 8, 7e-4, 100e9),
 }
+# Text repeats itself. With the layer's own first steps the writes of a chunk add up beyond what a memory can take and
+# gradients grow; a memory that forgets 1/400 a token soon has nothing left of its learned start (docs/log.md).
+TEXT_GATES = PRESETS["titans-text"]
 _SMALLER: dict[str, dict[str, Any]] = {  # sizes that are ours
     "tiny": {
         "window_len": 64, "segment_len": 64, "num_persistent": 16, "memory": {"chunk_len": 16, "expansion": 2},
@@ -57,8 +61,9 @@ def named_config(name: str) -> TitansConfig:
     block, size_name, chunk = found.groups()
     size = SIZES[size_name]
     settings = dict(_SMALLER.get(size_name, {}))
+    settings["memory"] = {**settings.get("memory", {}), **TEXT_GATES}
     if chunk is not None:
-        settings["memory"] = {**settings.get("memory", {}), "chunk_len": int(chunk)}
+        settings["memory"]["chunk_len"] = int(chunk)
     config = TitansConfig(size.vocab_size, size.dim, size.num_layers, size.num_heads, block, mlp_width=64, **settings)
     return fit_mlp(config, size.target)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from titanmem.config import require
-from titanmem.models.sizes import SIZES
+from titanmem.models.sizes import SIZES, TEXT_GATES
 from titanmem.recipes import fineweb
 from titanmem.recipes.models import ABLATIONS, DEPTHS, TITANS, Frame
 from titanmem.train.config import DataConfig, OptimConfig, TrainConfig
@@ -21,13 +21,12 @@ COMPARED_FLA = ("fla_gated_deltanet", "fla_deltanet")
 ABLATED = ("lmm", *ABLATIONS, "mac", "mag", "mal")  # the rows of Table 5
 DEEP = tuple(DEPTHS)
 BYTES = 256
-TINY = Frame(32, 1, 2, 64, window=32, segment=32, num_persistent=4, memory={"expansion": 2, "chunk_len": 16})
-# Text repeats itself: with steps of 0.01 the writes of a chunk add up beyond what the memory can take, gradients grow
-# without end, and a memory that forgets 1/400 a token has lost its learned start where training ended (docs/log.md).
-STEADY = {"step_init": 1e-4, "step_max": 1e-3, "forget_init": 2e-5}
+TINY = Frame(
+    32, 1, 2, 64, window=32, segment=32, num_persistent=4, memory={"expansion": 2, "chunk_len": 16, **TEXT_GATES}
+)
 SMALL = Frame(
     384, 4, 6, 1024, window=512, segment=512, num_persistent=16,
-    memory={"expansion": 2, "chunk_len": 64, **STEADY}, multiple=8,
+    memory={"expansion": 2, "chunk_len": 64, **TEXT_GATES}, multiple=8,
 )  # fmt: skip
 FRAMES = {  # scale → size → what its models share; the first size is the scale's own
     "tiny": {"tiny": TINY},
