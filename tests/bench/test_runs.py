@@ -13,6 +13,7 @@ import pytest
 
 from titanmem.bench.record import RunRecord, thinned
 from titanmem.bench.script import run_script
+from titanmem.bench.tasks import TaskTable, join_depths
 from titanmem.forecast.experiment import HORIZONS, PUBLISHED, cells, table_3
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -216,3 +217,22 @@ def test_a_thinned_curve_keeps_its_mean_and_its_end():
     assert thin[-1][0] == 250
     assert thin[0] == [3, 2.0]
     assert json.loads(json.dumps(thin)) == thin
+
+
+def test_depths_of_a_needle_are_one_column_and_a_map(tmp_path):
+    shares = {(512, 0.0): 0.25, (512, 1.0): 0.75, (1024, 0.0): 0.0, (1024, 1.0): 0.5}
+    numbers = {"accuracy": 0.9, "loss": 1.0, "stderr": 0.1, "chance": 0.0, "rows": 4}
+    levels = [{"level": {"length": n, "depth": d}, "exact": x, **numbers} for (n, d), x in shares.items()]
+    joined = join_depths(levels, "exact")
+    assert [entry["level"] for entry in joined] == [{"length": 512}, {"length": 1024}]
+    assert [(entry["exact"], entry["rows"]) for entry in joined] == [(0.5, 8), (0.25, 8)]
+    assert joined[0]["depths"] == [[0.0, 0.25], [1.0, 0.75]]
+    assert joined[0]["stderr"] == pytest.approx((0.25 / 7) ** 0.5)
+    shared = {"experiment": "needle", "parameters": 1, "steps": 1, "minutes": 1.0, "score": "exact"}
+    other = [{**entry, "depths": [[d, 1 - x] for d, x in entry["depths"]]} for entry in joined]
+    runs = [RunRecord(model="lmm", seed=seed, levels=each, **shared) for seed, each in enumerate((joined, other))]
+    found = TaskTable([*runs, RunRecord(model="window", seed=0, levels=joined, **shared)])
+    assert found.by_depth("lmm") == {512: [[0.0, 0.5], [1.0, 0.5]], 1024: [[0.0, 0.5], [1.0, 0.5]]}
+    figure = found.figure()
+    assert [axis.get_title() for axis in figure.axes[2:]] == ["lmm: found, %", "window: found, %"]
+    figure.savefig(tmp_path / "maps.png")

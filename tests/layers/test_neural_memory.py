@@ -296,3 +296,12 @@ def test_a_prefix_is_read_like_tokens_up_to_a_border(count):
     _, after = mem(prefix.unsqueeze(0))
     expected = MemoryState(after.fast.settle(), after.conv, after.held, after.config)
     assert_same_state(mem.start(2, prefix), expected.fork(2))
+
+
+@pytest.mark.parametrize("shape", ["head", "channel"])
+def test_matrices_before_the_last_start_at_their_own_pace(shape):
+    mem = NeuralMemory(8, 2, depth=3, gate_shape=shape, step_init=0.02, forget_init=0.01, early_pace=0.1)
+    gates = mem.gates.gates(mem.gates(torch.randn(1, 1, 8)))
+    for kind, first, last in ((gates.step, 0.002, 0.02), (gates.momentum, 0.88, 0.88), (gates.forget, 0.00101, 0.01)):
+        for matrix, expected in zip(kind, (first, first, last), strict=True):
+            assert matrix.flatten().tolist() == pytest.approx([expected] * matrix.numel(), rel=2e-3)

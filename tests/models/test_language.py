@@ -46,6 +46,20 @@ def test_prefill_and_single_steps_equal_the_full_forward(case):
 
 
 @every_block
+def test_rows_that_begin_anew_forget_and_the_others_go_on(case):
+    model, first, second = small_model(case), random_ids(3, 11), random_ids(3, 9, seed=1)
+    _, state = model(first)
+    anew = torch.tensor([True, False, True])
+    mixed, end = model(second, state, anew=anew)
+    fresh, start = model(second)
+    gone_on, after = model(second, state)
+    assert not torch.allclose(fresh, gone_on)
+    assert_close([mixed[anew], mixed[~anew]], [fresh[anew], gone_on[~anew]])
+    if "attention" not in case and case != "hybrid":
+        assert_same_state(end, start.where(anew, after))
+
+
+@every_block
 def test_no_output_depends_on_a_later_token(case):
     model = small_model(case)
     for block in model.blocks:

@@ -18,6 +18,7 @@ from titanmem.train.config import TrainConfig
 from titanmem.train.export import export
 from titanmem.train.loop import TrainingError, train
 from titanmem.train.metrics import read_metrics
+from titanmem.train.parallel import Ranks
 
 GOLDEN = Path(__file__).parent / "golden.json"  # `python tests/train/golden.py` writes it anew after a meant change
 
@@ -54,10 +55,15 @@ def test_bf16_products_follow_float32(corpus, tmp_path, mode):
     assert rounded != exact
 
 
-@pytest.mark.parametrize("carry", [False, True])
+ONE = Ranks(0, 1, torch.device("cpu"), None)
+CARRY = {"data.carry": True}
+TURNS = {**CARRY, "data.carry_rows": 2, "data.reset": False}
+
+
+@pytest.mark.parametrize("data", [{}, CARRY, TURNS])
 @pytest.mark.parametrize("block", ["mac", "lmm"])
-def test_a_resumed_run_is_bitwise_the_run_that_never_stopped(corpus, tmp_path, block, carry):
-    config = small_config(corpus, block, save_every=3, **{"data.carry": carry})
+def test_a_resumed_run_is_bitwise_the_run_that_never_stopped(corpus, tmp_path, block, data):
+    config = small_config(corpus, block, save_every=3, **data)
     straight = losses_of(config, tmp_path / "straight")
     _stop_after(3, config, tmp_path / "resumed")
     assert losses_of(config, tmp_path / "resumed") == straight[3:]
@@ -80,8 +86,9 @@ def _stop_after(steps: int, config, folder: Path) -> None:
         train(config, folder, on_step=crash)
 
 
-def test_a_run_goes_on_with_another_number_of_ranks(corpus, tmp_path):
-    config = small_config(corpus, micro_rows=1, save_every=3, **{"data.carry": True})
+@pytest.mark.parametrize("data", [CARRY, TURNS])
+def test_a_run_goes_on_with_another_number_of_ranks(corpus, tmp_path, data):
+    config = small_config(corpus, micro_rows=1, save_every=3, **data)
     straight = losses_of(config, tmp_path / "straight")
     _stop_after(3, config, tmp_path / "resumed")
     rest = losses_of_ranks(config, tmp_path / "resumed", 2)
@@ -99,6 +106,16 @@ def test_the_memory_is_carried_over_the_rows_of_a_document(corpus, tmp_path, mon
     monkeypatch.setattr(loop, "Run", Watched)
     train(small_config(corpus, "lmm", **{"data.carry": True}), tmp_path)
     assert seen == [False] * 2 + [True] * 10
+
+
+def test_memories_that_are_carried_for_some_rows_begin_anew_in_turn(corpus):
+    source = small_config(corpus, **{**TURNS, "data.carry_rows": 3, "steps": 6}).open_source()
+    anew = torch.stack([batch["anew"] for batch in source.batches(0, ONE)])  # [steps, rows]
+    assert anew.shape == (6, 4)
+    assert torch.equal(anew[:3].int().cumsum(0)[-1], torch.ones(4))
+    assert torch.equal(anew[3:], anew[:3])
+    assert anew.any(1).all()
+    assert torch.equal(next(source.batches(4, ONE))["anew"], anew[4])
 
 
 def test_a_curriculum_reads_the_same_tokens_in_shorter_rows(corpus, tmp_path, monkeypatch):

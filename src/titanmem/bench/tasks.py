@@ -49,22 +49,39 @@ class TaskJob(TrainingJob):
         assert isinstance(config, TrainConfig)
         assert config.task is not None
         lines = read_metrics(self.folder / FILE)
-        tested = [line for line in lines if "tests" in line and line["step"] == config.steps]
-        require(bool(tested), f"{self.folder} was not tested after its last step, {config.steps}; it is not finished")
+        tests = [line["tests"] for line in lines if "tests" in line and line["step"] == config.steps]
+        require(bool(tests), f"{self.folder} was not tested after its last step, {config.steps}; it is not finished")
         task, rows = make_task(config), config.task.test_rows
         score = "exact" if config.task.name in TEXT_TASKS else "accuracy"  # a number is right as a whole
         levels = []
-        for level, scores in zip(config.task.tests, tested[-1]["tests"], strict=True):
+        for level, scores in zip(config.task.tests, tests[-1], strict=True):
             numbers = {name: scores[name] for name in ("accuracy", "exact", "loss", "stderr")}
-            if score == "exact":
-                numbers["stderr"] = (scores["exact"] * (1 - scores["exact"]) / max(1, rows - 1)) ** 0.5
             levels.append({"level": level, **numbers, "chance": task.chance(level), "rows": rows})
-        held_out = {"held_out": tested[-1]["held_out"]}
-        return {"levels": levels, "score": score, "metrics": held_out, "tokens": config.tokens}
+        metrics = {"held_out": found["held_out"]}
+        return {"levels": join_depths(levels, score), "score": score, "metrics": metrics, "tokens": config.tokens}
 
     def brief(self, record: RunRecord) -> str:
         found = ", ".join(f"{entry['level']['length']}: {entry[record.score]:.3f}" for entry in record.levels)
         return f"{record.minutes:.1f} minutes, {record.score} by length {found}"
+
+
+def join_depths(levels: Sequence[dict[str, Any]], score: str) -> list[dict[str, Any]]:
+    """Levels that differ in the needle's depth alone become one, with [depth, score] of each as "depths"."""
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for entry in levels:
+        level = {name: value for name, value in entry["level"].items() if name != "depth"}
+        groups.setdefault(json.dumps(level), []).append(entry)
+    joined = []
+    for name, group in groups.items():
+        one: dict[str, Any] = {"level": json.loads(name)}
+        one |= {key: statistics.mean(entry[key] for entry in group) for key in ("accuracy", "exact", "loss")}
+        one |= {"chance": group[0]["chance"], "rows": sum(entry["rows"] for entry in group)}
+        one["stderr"] = sum(entry["stderr"] ** 2 for entry in group) ** 0.5 / len(group)
+        if score == "exact":
+            one["stderr"] = (one["exact"] * (1 - one["exact"]) / max(1, one["rows"] - 1)) ** 0.5
+        depths = [[entry["level"]["depth"], entry[score]] for entry in group if "depth" in entry["level"]]
+        joined.append({**one, "depths": depths} if depths else one)
+    return joined
 
 
 class TaskTable:
@@ -120,11 +137,32 @@ class TaskTable:
         found = [[e[run.score] for e in run.levels if e["level"].get("length") == length] for run in runs]
         return [statistics.mean(scores) for scores in found if scores]
 
-    def figure(self) -> Any:
-        """Accuracy against length, and training loss against steps (one seed)."""
-        from titanmem.train.plots import new_figure
+    def by_depth(self, model: str) -> dict[int, list[list[float]]]:
+        """[depth, share] of a model's needles by length, means over seeds; empty where depths were not asked."""
+        found = {}
+        for level in self.levels:
+            grids = [entry["depths"] for entry in self.entries(model, level) if "depths" in entry]
+            if grids:
+                pairs = zip(*grids, strict=True)
+                found[level["length"]] = [[same[0][0], statistics.mean(x for _, x in same)] for same in pairs]
+        return found
 
-        figure, (left, right) = new_figure(2, width=5.2, height=4.4)
+    def figure(self) -> Any:
+        """Accuracy against length, training loss against steps (one seed), and maps of needles by depth."""
+        from titanmem.train.plots import draw_map, split_figure
+
+        maps = {model: found for model in self.models if (found := self.by_depth(model))}
+        figure, (left, right), axes = split_figure(2, len(maps), across=4, width=5.2, height=4.4)
+        self.draw(left, right)
+        for axis, (model, found) in zip(axes, maps.items(), strict=True):
+            depths = [depth for depth, _ in next(iter(found.values()))]
+            grid = [[pairs[row][1] for pairs in found.values()] for row in range(len(depths))]
+            draw_map(axis, grid, list(found), depths)
+            axis.set_title(f"{model}: found, %", fontsize=9)
+        return figure
+
+    def draw(self, left: Any, right: Any) -> None:
+        """The curves of all models."""
         styles = ("-", "--", ":", "-.")
         ticks = sorted({level["length"] for level in self.levels if "length" in level})
         for index, (model, runs) in enumerate(self.models.items()):
@@ -143,8 +181,7 @@ class TaskTable:
         left.set_xticks(ticks, [f"{length:,}" for length in ticks])
         left.minorticks_off()
         right.set(xlabel="step", yscale="log", title="training loss")
-        figure.legend(loc="outside lower center", ncols=7, frameon=False, fontsize=8)
-        return figure
+        left.figure.legend(loc="outside lower center", ncols=7, frameon=False, fontsize=8)
 
 
 def str_last(value: Any) -> tuple[bool, Any]:

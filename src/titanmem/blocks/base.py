@@ -51,6 +51,7 @@ class Context:
     layout: Layout = field(default_factory=Layout)
     learn: bool = True
     probe: bool = False
+    anew: Tensor | None = None  # [B] bool: rows that leave their state behind and begin from a fresh one
 
 
 class Combine(nn.Module):
@@ -107,9 +108,12 @@ class Block(nn.Module):
         self, x: Tensor, state: State | None = None, context: Context | None = None
     ) -> tuple[Tensor, State, Probe | None]:
         """x [B, T, dim] → the same shape, the new state, and a probe if the context asks for one."""
+        context = context or Context()
         if state is None:
             state = self.start(x.shape[0])
-        y, state, probe = self.mix(self.norm(x), state, context or Context())
+        elif context.anew is not None:
+            state = self.start(x.shape[0]).where(context.anew, state)
+        y, state, probe = self.mix(self.norm(x), state, context)
         return self.close(x, y), state, probe
 
     def close(self, x: Tensor, y: Tensor) -> Tensor:

@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         if name in TEXT:
             verb.add_argument("--test-length", type=int, help="tokens of a test (default: 32768)")
         if name in (*TEXT, "throughput"):
-            small = "; at the scale small 8m or 46m" if name in TEXT else ""
+            small = "; at the scale small 8m, 46m, or 0.6m for a CPU" if name in TEXT else ""
             verb.add_argument("--size", help=f"of the models: 170m, 340m, 400m, 760m, 1.3b at the paper's scale{small}")
         for option in _LISTS.get(name, ()):
             verb.add_argument(f"--{option}", help="with commas")

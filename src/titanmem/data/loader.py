@@ -59,8 +59,7 @@ class Rows(Dataset[dict[str, Tensor]]):
     last token) and documents [L] int64:
 
         reset           a number per (epoch, document), never used twice; padding has that of the document before it
-        carry, no reset zeros
-        neither         no such entry
+        no reset        no such entry
 
     Without carry the rows of a shard are permuted as well. With carry row i + 1 goes on where row i ends.
     length: L. align: documents start at multiples of it; it must divide length. shuffle=False keeps the files' order.
@@ -157,8 +156,6 @@ class Rows(Dataset[dict[str, Tensor]]):
             before = epoch * int(self._documents[-1]) + int(self._documents[stream.shard])
             sizes = np.diff([0, *places[1:], self.length])
             held["documents"] = torch.from_numpy(np.repeat(which.astype(np.int64) + before, sizes))
-        elif self.carry:
-            held["documents"] = torch.zeros(self.length, dtype=torch.int64)
         return held
 
 

@@ -22,7 +22,7 @@ from titanmem.tasks.base import IGNORED
 from titanmem.tasks.haystack import Haystack, haystack_files
 from titanmem.tasks.needle import Needle
 from titanmem.tasks.text import TextTask
-from titanmem.train.plots import new_figure
+from titanmem.train.plots import draw_map, new_figure
 
 SHOTS = 3  # examples for a model that does not know the form of BABILong
 
@@ -233,13 +233,7 @@ class NeedleSuite(TextSuite):
         figure, axes = new_figure(len(self.hidden), width=5)
         for axis, kind in zip(axes, self.hidden, strict=True):
             grid = [[_find(results, kind, n, d) for n in self.lengths] for d in self.depths]
-            axis.grid(False)
-            shown = axis.imshow(grid, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto")
-            for row, line in enumerate(grid):
-                for column, value in enumerate(line):
-                    axis.text(column, row, f"{100 * value:.0f}", ha="center", va="center", fontsize=8)
-            axis.set_xticks(range(len(self.lengths)), [f"{n:,}" for n in self.lengths])
-            axis.set_yticks(range(len(self.depths)), [f"{100 * d:.0f} %" for d in self.depths])
+            shown = draw_map(axis, grid, self.lengths, self.depths)
             axis.set(xlabel="length, tokens", ylabel="depth of the needle", title=f"needle {kind}: found, %")
             figure.colorbar(shown, ax=axis, fraction=0.04)
         return figure

@@ -52,6 +52,7 @@ class MemoryConfig(Config):
     step_init: float = 0.01
     momentum_init: float = 0.88
     forget_init: float = 0.0025
+    early_pace: float = 1.0  # steps and forgetting of all matrices but the last at first, as a share of the last's
     gain_init: float = 0.3
     clip: float = 10.0  # bound of one token's gradient per matrix; 0: none
     output_gate: bool = True
@@ -80,6 +81,7 @@ class MemoryConfig(Config):
             0 < self.forget_min < self.forget_init < 1,
             f"need 0 < forget_min < forget_init < 1, got {self.forget_min}, {self.forget_init}",
         )
+        require(0 < self.early_pace <= 1, f"early_pace is a share in (0, 1], got {self.early_pace}")
         require(self.clip >= 0, f"clip must not be negative (0 switches it off), got {self.clip}")
 
     @property

@@ -187,11 +187,13 @@ class TitansLM(Model):
     def forward(
         self, ids: Tensor, state: ModelState | None = ..., *, mask: Tensor | None = ..., learn: bool = ...,
         probe: Literal[False] = ..., documents: Tensor | None = ..., labels: Tensor | None = ...,
+        anew: Tensor | None = ...,
     ) -> tuple[Tensor, ModelState]: ...  # fmt: skip
     @overload
     def forward(
         self, ids: Tensor, state: ModelState | None = ..., *, mask: Tensor | None = ..., learn: bool = ...,
         probe: Literal[True], documents: Tensor | None = ..., labels: Tensor | None = ...,
+        anew: Tensor | None = ...,
     ) -> tuple[Tensor, ModelState, list[Probe | None]]: ...  # fmt: skip
     def forward(
         self,
@@ -203,16 +205,18 @@ class TitansLM(Model):
         probe: bool = False,
         documents: Tensor | None = None,
         labels: Tensor | None = None,
+        anew: Tensor | None = None,
     ) -> Any:
         """Logits [B, T, V] for ids [B, T], and the state after them.
 
         `mask` [B, T] bool: False tokens change nothing, their logits are 0. `learn=False`: memories read only.
         `documents` [B, T] int: ids of packed documents that do not see each other; each starts from a fresh state.
-        With `probe`, also one `Probe` per block (None where a block has no memory). With `labels` [B, T] (−100 is not
-        counted) the first result is the summed cross-entropy, and the logits never exist as a whole.
+        `anew` [B] bool: rows that leave their part of `state` behind and start from a fresh one. With `probe`, also one
+        `Probe` per block (None where a block has no memory). With `labels` [B, T] (−100 is not counted)
+        the first result is the summed cross-entropy, and the logits never exist as a whole.
         """
         self._check(ids, state, mask, documents, labels)
-        x, new, probes = self.hidden(ids, state, mask=mask, learn=learn, probe=probe, documents=documents)
+        x, new, probes = self.hidden(ids, state, mask=mask, learn=learn, probe=probe, documents=documents, anew=anew)
         if labels is not None and mask is not None:
             labels = labels.masked_fill(~mask, IGNORED)
         out = self._leave(x, labels)
@@ -227,6 +231,7 @@ class TitansLM(Model):
         learn: bool = True,
         probe: bool = False,
         documents: Tensor | None = None,
+        anew: Tensor | None = None,
         trace: list[Tensor] | None = None,
     ) -> tuple[Tensor, ModelState, list[Probe | None]]:
         """`forward` up to the last block: the stream [B, T, dim] before `norm`, 0 at masked tokens; the state; probes.
@@ -243,7 +248,7 @@ class TitansLM(Model):
         lengths = None if mask is None else mask.sum(1)
         before = None if state is None else state.document
         layout = Layout(lengths, document_starts(documents, before, state is not None))
-        context = Context(layout, learn, probe)
+        context = Context(layout, learn, probe, anew)
 
         def placed(x: Tensor) -> Tensor:
             if order is None or mask is None:
@@ -257,13 +262,16 @@ class TitansLM(Model):
             after = ModelState(states)
         else:
             fresh = self.start(len(x))
-            reading = Reading(self._through, fresh, context, self.norm)
-            x, after = self.recurrent(x, replace(state or fresh, document=None), reading, inner)
+            reading = Reading(self._through, fresh, replace(context, anew=None), self.norm)
+            held = fresh if state is None else replace(state, document=None)
+            held = held if anew is None else fresh.where(anew, held)
+            x, after = self.recurrent(x, held, reading, inner)
             probes = [None] * len(self.blocks)
         if self.summary is not None:
             require(not ids.is_floating_point(), "a model with a summary token reads ids, not rows of its embedding")
             told = self.summary.start(len(x)) if state is None else state.summary
             assert isinstance(told, SummaryState)
+            told = told if anew is None else self.summary.start(len(x)).where(anew, told)
             x, told = self.summary(x, ids, told, layout)
             after = replace(after, summary=told)
         x = placed(x)

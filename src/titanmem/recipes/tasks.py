@@ -50,7 +50,12 @@ TASKS: dict[str, dict[str, Any]] = {
     },
     "needle": {
         "stages": [[0, _lengths(640)], [800, _lengths(640, 768, 1024)], [1300, _lengths(1024, 2048, 4096)]],
-        "tests": _lengths(1024, 4096, 8192, 16_384, 65_536),
+        "tests": [
+            {"length": length, "depth": depth}
+            for length in (1024, 4096, 8192, 16_384, 65_536)
+            for depth in (0.0, 0.25, 0.5, 0.75, 1.0)
+        ],
+        "test_rows": 13,
     },
     "babilong": {
         "stages": [

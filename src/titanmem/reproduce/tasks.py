@@ -45,6 +45,12 @@ QUESTIONS = (1, 2, 3, 4, 5)
 SCORED = {"exact": "score", "stderr": "stderr", "chance": "chance", "rows": "n"}  # a record's names of a suite's
 
 
+def open_subject(folder: Path) -> Subject:
+    """The model of a run; a GPU reads many rows at once."""
+    where = device()
+    return Subject.open(folder, where, piece=2**17 if where.type == "cuda" else 2**13)
+
+
 class TaskExperiment(Experiment):
     """Models of one size on one task."""
 
@@ -80,7 +86,7 @@ class NeedleJob(LanguageJob):
         suite = NeedleSuite(
             kinds=self.kinds, lengths=(2048, 4096, 8192, 16_384), text=self.haystack, samples=100, score="contains"
         )
-        measure = suite.open(Subject.open(self.folder, device()))
+        measure = suite.open(open_subject(self.folder))
         scores: dict[tuple[str, int], list[float]] = {}
         for cell in suite.cells():
             scores.setdefault((cell["kind"], cell["length"]), []).append(measure(cell)["score"])
@@ -147,7 +153,7 @@ class BabilongJob(TaskJob):
         suite = BabilongSuite(
             facts=given["facts"], text=given["text"], tasks=tasks, lengths=lengths, shots=0, samples=self.samples
         )
-        measure = suite.open(Subject.open(self.folder, device()))
+        measure = suite.open(open_subject(self.folder))
         levels = []
         for cell in suite.cells():
             score = measure(cell)

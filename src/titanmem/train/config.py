@@ -203,12 +203,17 @@ class DataConfig(Config):
     length: int = 4096  # tokens of a row
     reset: bool = True  # documents in a row do not see each other; each starts from a fresh memory
     carry: bool = False  # the memory goes on from row to row: streams longer than a row, gradients within it
+    carry_rows: int | None = None  # … for so many rows, then it begins anew; the rows of a batch take turns
     lengths: Sequence[Sequence[int]] = ()  # curriculum: [first step, row length], shorter rows of the same tokens
     workers: int = 0  # processes that read ahead
 
     def __post_init__(self) -> None:
         check_types(self)
-        check_counts(self, "length")
+        check_counts(self, "length", *(() if self.carry_rows is None else ("carry_rows",)))
+        require(
+            self.carry or self.carry_rows is None,
+            f"data.carry_rows={self.carry_rows} says how long a memory is carried; give data.carry=true too",
+        )
         require(not (self.lengths and self.carry), "data.lengths and data.carry exclude each other; drop one")
         expected = f"data.lengths lists [first step, row length] with lengths that divide {self.length}"
         require(isinstance(self.lengths, (list, tuple)), f"{expected}, got {self.lengths!r}")

@@ -97,16 +97,50 @@ def can_draw() -> bool:
 
 def new_figure(columns: int, rows: int = 1, width: float = 4.6, height: float = 3.4) -> tuple[Any, Any]:
     """A figure with its axes, row by row, without needing a screen."""
+    figure = _blank(width * columns, height * rows)
+    return figure, _axes(figure, rows, columns)
+
+
+def split_figure(columns: int, more: int, across: int, width: float, height: float) -> tuple[Any, Any, Any]:
+    """A figure with a row of axes, and below it `more` smaller ones, `across` side by side."""
+    rows = -(-more // across)
+    if not more:
+        return (*new_figure(columns, width=width, height=height), [])
+    heights = [height, 0.55 * height * rows]
+    figure = _blank(width * columns, sum(heights))
+    above, below = figure.subfigures(2, 1, height_ratios=heights)
+    upper, lower = _axes(above, 1, columns), _axes(below, rows, across)
+    for axis in lower[more:]:
+        axis.remove()
+    return figure, upper, lower[:more]
+
+
+def _blank(width: float, height: float) -> Any:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ValueError("plots need matplotlib; pip install 'titanmem[train]'") from error
-    figure = Figure(figsize=(width * columns, height * rows), layout="constrained", dpi=120)
+    return Figure(figsize=(width, height), layout="constrained", dpi=120)
+
+
+def _axes(figure: Any, rows: int, columns: int) -> Any:
     axes = figure.subplots(rows, columns, squeeze=False).ravel()
     for axis in axes:
         axis.spines[["top", "right"]].set_visible(False)
         axis.grid(alpha=0.25)
-    return figure, axes
+    return axes
+
+
+def draw_map(axis: Any, grid: Sequence[Sequence[float]], lengths: Sequence[int], depths: Sequence[float]) -> Any:
+    """Shares by depth (rows) and length (columns) of a needle, in colours and per cent."""
+    axis.grid(False)
+    shown = axis.imshow(grid, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto")
+    for row, line in enumerate(grid):
+        for column, value in enumerate(line):
+            axis.text(column, row, f"{100 * value:.0f}", ha="center", va="center", fontsize=8)
+    axis.set_xticks(range(len(lengths)), [f"{n:,}" for n in lengths], rotation=45 if len(lengths) > 4 else 0)
+    axis.set_yticks(range(len(depths)), [f"{100 * d:.0f} %" for d in depths])
+    return shown
 
 
 def write_page(path: Path, title: str, parts: Sequence[Any]) -> None:

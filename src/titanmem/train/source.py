@@ -96,8 +96,16 @@ class TextSource(TokenSource):
                 first_step=step, align=config.align, reset=data.reset, carry=data.carry, seed=config.seed,
                 workers=data.workers, pieces=data.length // data.length_at(step),
             )  # fmt: skip
-            yield from islice(loader, until - step)
+            for number, batch in enumerate(islice(loader, until - step), step):
+                yield batch if data.carry_rows is None else batch | {"anew": self.begin_anew(number, ranks)}
             step = until
+
+    def begin_anew(self, step: int, ranks: Ranks) -> Tensor:
+        """Which of this rank's rows leave their memory behind. They take turns: a step has memories of every age."""
+        rows, every = self.config.rows, self.config.data.carry_rows
+        assert every is not None
+        mine = torch.arange(ranks.rank * rows // ranks.world, (ranks.rank + 1) * rows // ranks.world)
+        return (step + mine) % every == 0
 
     def evaluate(self, spread: Spread) -> Evaluation | None:
         """Held-out loss by position and the memory's numbers; a sample."""
@@ -150,7 +158,10 @@ class TaskSource(TokenSource):
 
     def brief(self, found: dict[str, Any]) -> str:
         """With the accuracies by length."""
-        shown = [f"{test['length']}: {test['accuracy']:.3f}" for test in found["tests"]]
+        lengths: dict[int, list[float]] = {}
+        for test in found["tests"]:
+            lengths.setdefault(test["length"], []).append(test["accuracy"])
+        shown = [f"{length}: {sum(each) / len(each):.3f}" for length, each in lengths.items()]
         return super().brief(found) + (f"; accuracy by length {', '.join(shown)}" if shown else "")
 
     def try_level(self, spread: Spread, level: dict[str, Any]) -> dict[str, float]:
