@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from support import Blind, random_ids, small_model
-from titanmem import TitansLM
+from support import Blind, assert_same_state, random_ids, small_model
+from titanmem import ModelState, TitansLM
 from titanmem.graphs import Again, Graph
 from titanmem.train.graphs import StepGraphs
 
@@ -21,15 +21,18 @@ CASES = ["mac", "mac-fixed", "mag", "mal", "lmm", "attention", "attention-window
 SHAPES = [(2, 24), (3, 17), (2, 24), (2, 24), (3, 17), (3, 17), (2, 24)]  # whole segments and chunks, and not
 
 
+def new_learn(model: TitansLM):
+    def learn(inputs: dict[str, Tensor], scale: Tensor, state: ModelState | None):
+        loss, after = model(**inputs, state=state)
+        (loss * scale).backward()
+        return loss.detach(), None if state is None else after.detach()
+
+    return learn
+
+
 def steps_of(model: TitansLM, capture: type | None, shapes=SHAPES) -> tuple[list[float], StepGraphs | None]:
     """Losses of steps of two micro-batches each, of one shape or of two."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-
-    def learn(inputs: dict[str, Tensor], scale: Tensor) -> Tensor:
-        loss, _ = model(**inputs)
-        (loss * scale).backward()
-        return loss.detach()
-
+    optimizer, learn = torch.optim.AdamW(model.parameters(), lr=1e-2), new_learn(model)
     graphs = None if capture is None else StepGraphs(learn, model.parameters(), capture=capture)
     losses = []
     for number, (rows, tokens) in enumerate(shapes):
@@ -39,9 +42,9 @@ def steps_of(model: TitansLM, capture: type | None, shapes=SHAPES) -> tuple[list
             inputs, scale = {"ids": ids, "labels": ids.roll(-1, 1)}, 1 / (ids.numel() + part)
             if graphs is None:
                 here = {name: x.to(DEVICE) for name, x in inputs.items()}
-                total += learn(here, torch.tensor(scale, device=DEVICE)).item()
+                total += learn(here, torch.tensor(scale, device=DEVICE), None)[0].item()
             else:
-                total += graphs(inputs, scale).item()
+                total += graphs(inputs, scale)[0].item()
         optimizer.step()
         optimizer.zero_grad() if graphs is None else graphs.clear()
         losses.append(total)
@@ -55,6 +58,35 @@ def test_training_by_graphs_gives_the_losses_of_training_without(case):
     assert graphs.captured >= 2
     assert losses == pytest.approx(plain, rel=1e-9)
     assert losses[-1] != pytest.approx(losses[0], rel=1e-3)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case not in ("attention", "hybrid")])  # keep every token
+def test_carried_states_go_through_graphs(case):
+    found = []
+    for capture in (None, Graph if GPU else Blind):
+        model = small_model(case, segment_len=8).to(DEVICE)
+        optimizer, learn = torch.optim.SGD(model.parameters(), lr=1e-3), new_learn(model)
+        graphs = StepGraphs(learn, model.parameters(), capture=capture or Again)
+        lanes, losses = [model.start(2).detach() for _ in range(2)], []
+        for step in range(6):
+            for lane in range(2):
+                ids = random_ids(2, 24, seed=2 * step + lane)  # whole segments and chunks
+                anew = torch.tensor([step % 3 == lane, step == 4])
+                inputs, scale = {"ids": ids, "labels": ids.roll(-1, 1), "anew": anew}, 1 / ids.numel()
+                if capture is None:
+                    here = {name: x.to(DEVICE) for name, x in inputs.items()}
+                    loss, lanes[lane] = learn(here, torch.tensor(scale, device=DEVICE), lanes[lane])
+                else:
+                    loss, lanes[lane] = graphs(inputs, scale, lanes[lane])
+                losses.append(loss.item())
+            optimizer.step()
+            optimizer.zero_grad() if capture is None else graphs.clear()
+        found.append((losses, lanes))
+        assert capture is None or graphs.captured >= 1
+    (plain, before), (losses, after) = found
+    assert losses == pytest.approx(plain, rel=1e-9)
+    for one, other in zip(after, before, strict=True):
+        assert_same_state(one, other, rtol=1e-9)
 
 
 def test_parameters_without_a_gradient_stay_without():

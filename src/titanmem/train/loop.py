@@ -91,7 +91,7 @@ class Run:
         if self.source.warning is not None:
             self.metrics.say(self.source.warning)
         self.graphs: StepGraphs | None = None
-        if self.spread.graphs and not (self.source.carries or self.source.varies):
+        if self.spread.graphs and not self.source.varies:
             self.graphs = StepGraphs(self.spread.learn, self.spread.module.parameters(), self.metrics.say)
 
     def restore(self, from_step: int | None) -> None:
@@ -155,12 +155,15 @@ class Run:
         total = torch.zeros((), dtype=torch.float64, device=self.ranks.device)
         scale = self.ranks.world / count  # ranks are averaged, predictions counted over all
         for index, part in enumerate(parts):
-            if self.graphs is not None:
-                total += self.graphs(part, scale)
-                continue
-            with self.spread.backward(sync=index + 1 == len(parts)):
-                loss = self.forward(part, index)
-                (loss * scale).backward()
+            lane = self.lanes[index] if self.lanes else None
+            if self.graphs is None or (self.source.carries and lane is None):  # the first rows carry nothing yet
+                with self.spread.backward(sync=index + 1 == len(parts)):
+                    loss = self.forward(part, index)
+                    (loss * scale).backward()
+            else:
+                loss, after = self.graphs(part, scale, lane)
+                if after is not None:
+                    self.lanes[index] = after
             total += loss.detach()
         norm = self.spread.clip(self.config.optim.clip)
         mean = self.ranks.total(total.item())[0] / count

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from titanmem.state import ModelState
 from titanmem.train.config import ParallelConfig
 
 
@@ -130,11 +131,14 @@ class Spread:
         with self.model.no_sync() if replicated and not sync else contextlib.nullcontext():
             yield
 
-    def learn(self, inputs: dict[str, Tensor], scale: Tensor) -> Tensor:
-        """The summed loss of a micro-batch on one rank; `scale` times its gradient is added to the parameters'."""
-        loss: Tensor = self.forward(**inputs)[0]
+    def learn(
+        self, inputs: dict[str, Tensor], scale: Tensor, state: ModelState | None = None
+    ) -> tuple[Tensor, ModelState | None]:
+        """The summed loss of a micro-batch on one rank, and the state after it where one is given; `scale` times the
+        loss's gradient is added to the parameters'."""
+        loss, after = self.forward(**inputs, **({} if state is None else {"state": state}))
         (loss * scale).backward()
-        return loss.detach()
+        return loss.detach(), None if state is None else after.detach()
 
     def clip(self, limit: float) -> float:
         """Scale the gradients to a norm of at most `limit`; returns the norm before."""
