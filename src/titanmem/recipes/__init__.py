@@ -51,7 +51,7 @@ def tiny_python(block: str) -> TrainConfig:
     """A byte model of a million parameters on the Python standard library: one CPU, minutes."""
     return TrainConfig(
         model=TitansConfig.from_name(f"{block}-tiny", **_window(block, 64)),
-        data=DataConfig(path="data/python-bytes", length=512),
+        data=DataConfig(path="data/python-bytes", length=512, carry=True),
         optim=OptimConfig(lr=2e-3, warmup=50),
         steps=400,
         batch_tokens=4096,
@@ -67,7 +67,10 @@ def mini_python(block: str) -> TrainConfig:
     """A model of 4.7M parameters on the Python standard library, in a BPE of its own: one GPU."""
     return TrainConfig(
         model=TitansConfig.from_name(f"{block}-mini", **_window(block, 256)),
-        data=DataConfig(path="data/python-bpe4096", tokenizer="bpe", vocab_size=4096, length=2048, reset=False),
+        data=DataConfig(
+            path="data/python-bpe4096", tokenizer="bpe", vocab_size=4096, length=2048, reset=False, carry=True,
+            carry_rows=16,
+        ),
         optim=OptimConfig(lr=2e-3, warmup=100),
         steps=1500,
         batch_tokens=2**16,
@@ -75,7 +78,7 @@ def mini_python(block: str) -> TrainConfig:
         eval_every=250,
         eval_length=8192,
         save_every=250,
-    )
+    )  # fmt: skip
 
 
 def small_python(block: str) -> TrainConfig:

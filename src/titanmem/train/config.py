@@ -214,7 +214,6 @@ class DataConfig(Config):
             self.carry or self.carry_rows is None,
             f"data.carry_rows={self.carry_rows} says how long a memory is carried; give data.carry=true too",
         )
-        require(not (self.lengths and self.carry), "data.lengths and data.carry exclude each other; drop one")
         expected = f"data.lengths lists [first step, row length] with lengths that divide {self.length}"
         require(isinstance(self.lengths, (list, tuple)), f"{expected}, got {self.lengths!r}")
         for entry in self.lengths:
@@ -222,6 +221,10 @@ class DataConfig(Config):
             require(
                 whole and entry[0] >= 0 and entry[1] >= 1 and self.length % entry[1] == 0, f"{expected}, got {entry!r}"
             )
+        require(
+            not (self.lengths and self.carry),
+            "data.lengths and data.carry exclude each other; drop one (data.carry=false where the recipe carries)",
+        )
 
     def length_at(self, step: int) -> int:
         """The row length that the curriculum asks for at a step."""
