@@ -48,13 +48,15 @@ class Problem:
     gates: Gates
     fast: FastWeights
     gain: Tensor | None
+    base: tuple[Tensor, ...] | None = None
 
     @property
     def leaves(self) -> list[Tensor]:
         g, f = self.gates, self.fast
         gain = [] if self.gain is None else [self.gain]
         return [
-            self.q, self.k, self.v, *g.step, *g.momentum, *g.forget, *f.start_weight, *f.start_surprise, *gain
+            self.q, self.k, self.v, *g.step, *g.momentum, *g.forget, *f.start_weight, *f.start_surprise, *gain,
+            *(self.base or ()),
         ]  # fmt: skip
 
     def part(self, first: int, last: int) -> tuple[Tensor, Tensor, Tensor, Gates]:
@@ -73,6 +75,7 @@ def make_problem(
     channels: bool = False,
     extreme: bool = False,
     norm: bool = True,
+    base: bool = False,
     seed: int = 0,
 ) -> Problem:
     """`extreme` sets many gates to exactly 0 or exactly their upper end."""
@@ -100,7 +103,9 @@ def make_problem(
     weight = tuple((randn(batch, heads, i, o) / i**0.5).requires_grad_() for i, o in shapes)
     surprise = tuple((0.1 * randn(batch, heads, i, o)).requires_grad_() for i, o in shapes)
     gain = (1 + 0.3 * randn(heads, width)).requires_grad_() if norm else None
-    return Problem(q, k, v, Gates(gate(0.3, 0), gate(1, 1), gate(1, -1)), FastWeights(weight, surprise), gain)
+    gates = Gates(gate(0.3, 0), gate(1, 1), gate(1, -1))
+    fixed = tuple((randn(heads, i, o) / i**0.5).requires_grad_() for i, o in shapes) if base else None
+    return Problem(q, k, v, gates, FastWeights(weight, surprise), gain, fixed)
 
 
 def solve(
@@ -124,7 +129,7 @@ def solve(
             y, fast = memory(
                 *problem.part(first, last), fast, gain=problem.gain, chunk_len=chunk_len, residual=residual, clip=clip,
                 lengths=None if lengths is None else (lengths - first).clamp(0, last - first),
-                starts=None if starts is None else starts[:, first:last], fresh=fresh,
+                starts=None if starts is None else starts[:, first:last], fresh=fresh, base=problem.base,
             )  # fmt: skip
             outputs.append(y)
     results = [torch.cat(outputs, 1), *fast.weight, *fast.surprise]
@@ -154,6 +159,8 @@ def small_model(case: str, layers: int = 2, dtype: torch.dtype = torch.float64, 
         "segment_len": 6, "num_persistent": 3, "memory": {"chunk_len": 4, "num_heads": 2, "expansion": 2},
         "block": case,
     }  # fmt: skip
+    if case in ("mac-fixed", "hybrid"):
+        settings["memory"] |= {"forget_to": "start"}
     if case == "mac-fixed":
         settings |= {"block": "mac", "memory_tokens": 5}
     elif case == "summary":

@@ -342,7 +342,8 @@ class PendingWrites(State):
 
 @dataclass(frozen=True)
 class FastWeights(State):
-    """The memory's weights while it learns: the state at the chunk's start and the writes since.
+    """The memory's weights while it learns (with forget_to="start" what they have become since the initial memory): the
+    state at the chunk's start and the writes since.
 
     The weights at the chunk's start are also the anchor at which the chunk's gradients are taken, so no third copy is
     kept, and a single token is learnt without rewriting a matrix. `pending=None` says that every row is at a border.

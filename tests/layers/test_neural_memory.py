@@ -19,6 +19,7 @@ SETTINGS = {
     "gates per channel": dict(gate_shape="channel"),
     "gates per chunk": dict(gate_span="chunk"),
     "no output gate, wide heads": dict(output_gate=False, head_dim=5),
+    "forgets to its start": dict(forget_to="start", chunk_len=4),
 }
 
 
@@ -76,6 +77,14 @@ def test_every_parameter_gets_a_gradient(settings):
     mem(inputs())[0].square().sum().backward()
     silent = [name for name, p in mem.named_parameters() if p.grad is None or not (p.grad != 0).any()]
     assert silent == []
+
+
+def test_the_initial_memory_gets_a_gradient_from_a_detached_state_if_it_is_what_forgetting_leads_to():
+    for forget_to, taught in (("zero", False), ("start", True)):
+        mem = build(forget_to=forget_to)
+        _, state = mem(inputs())
+        mem(inputs(seed=1), state.detach())[0].square().sum().backward()
+        assert all((w.grad is not None and bool((w.grad != 0).any())) == taught for w in mem.initial_weight)
 
 
 def test_gradients_flow_through_a_carried_state():

@@ -35,9 +35,12 @@ def naive(problem, chunk_len, residual, clip):
             gain = None if problem.gain is None else problem.gain[h].detach()
             weight = [w[b, h].detach().clone() for w in problem.fast.start_weight]
             surprise = [s[b, h].detach().clone() for s in problem.fast.start_surprise]
+            base = (
+                [torch.zeros_like(w) for w in weight] if problem.base is None else [x[h].detach() for x in problem.base]
+            )
             for t in range(tokens):
                 if t % chunk_len == 0:
-                    anchor = [w.clone().requires_grad_() for w in weight]
+                    anchor = [(x + w).requires_grad_() for x, w in zip(base, weight, strict=True)]
                 k, v, q = (x[b, t, h].detach() for x in (problem.k, problem.v, problem.q))
                 grads = torch.autograd.grad(inner_loss(anchor, k, v, gain, residual), anchor)
                 for i, g in enumerate(grads):
@@ -49,7 +52,7 @@ def naive(problem, chunk_len, residual, clip):
                 zero = torch.zeros_like(q)
                 x = q
                 for i, w in enumerate(weight):
-                    x = (torch.nn.functional.gelu(x) if i else x) @ w
+                    x = (torch.nn.functional.gelu(x) if i else x) @ (base[i] + w)
                 if gain is not None:
                     x = gain * (x - x.mean()) / torch.sqrt(x.var(correction=0) + 1e-6)
                 out[b, t, h] = (q if residual else zero) + x
@@ -75,13 +78,14 @@ def test_the_hand_written_inner_gradient_is_autograds_and_finite_differences(dep
         assert ((up - down) / 2e-6).item() == pytest.approx((grad * way).sum().item(), rel=1e-6)
 
 
+@pytest.mark.parametrize("base", [False, True])
 @pytest.mark.parametrize("form", ["reference", "chunked"])
 @pytest.mark.parametrize(
     ("depth", "norm", "residual", "clip", "chunk_len"),
     [(1, False, False, 0.0, 1), (2, True, True, 0.5, 4), (3, True, False, 0.0, 3), (2, False, True, 0.5, 16)],
 )
-def test_every_form_is_the_papers_recurrence(form, depth, norm, residual, clip, chunk_len):
-    p = make_problem(depth=depth, norm=norm, batch=1)
+def test_every_form_is_the_papers_recurrence(form, depth, norm, residual, clip, chunk_len, base):
+    p = make_problem(depth=depth, norm=norm, batch=1, base=base)
     out, (weights, surprises) = naive(p, chunk_len, residual, clip)
     got = solve(p, form, chunk_len, residual=residual, clip=clip)
     stack = lambda states: [torch.stack(x).unsqueeze(0) for x in zip(*states, strict=True)]
@@ -100,6 +104,9 @@ CASES = {
     "no norm": (dict(tokens=10, norm=False), dict(cuts=(6,))),
     "gates per channel": (dict(tokens=10, channels=True), dict(cuts=(3, 4))),
     "gates per channel of exactly 0 and 1": (dict(tokens=9, channels=True, extreme=True), {}),
+    "on a base, cut in the middle of chunks": (dict(tokens=13, depth=3, base=True), dict(cuts=(3, 5, 6))),
+    "on a base, gates of exactly 0 and 1": (dict(tokens=10, extreme=True, base=True), {}),
+    "on a base, gates per channel, one matrix": (dict(tokens=10, depth=1, channels=True, base=True), dict(cuts=(3,))),
 }
 
 
@@ -122,9 +129,10 @@ def test_the_delta_rules_in_tiles_equal_the_token_loop_with_every_gradient(make,
     assert_close(solve(p, "chunked", 1, clip=0.0, **how), expected)
 
 
+@pytest.mark.parametrize("base", [False, True])
 @pytest.mark.parametrize("how", [{}, {"cuts": (6,)}, {"lengths": torch.tensor([13, 6])}])
-def test_products_that_are_too_many_to_keep_are_taken_again(how, monkeypatch):
-    p = make_problem(tokens=13)
+def test_products_that_are_too_many_to_keep_are_taken_again(how, base, monkeypatch):
+    p = make_problem(tokens=13, base=base)
     kept = solve(p, "chunked", 2, **how)
     monkeypatch.setattr(chunked, "MOST_PRODUCTS", 0)
     assert_close(solve(p, "chunked", 2, **how), kept)
@@ -140,9 +148,9 @@ def test_a_single_row_is_multiplied_in_pieces(rows, monkeypatch):
 
 @pytest.mark.parametrize("chunk_len", [1, 4])
 @pytest.mark.parametrize("cuts", [(), (2, 7), tuple(range(1, 13))])
-@pytest.mark.parametrize("documents", [False, True])
-def test_ragged_rows_and_documents_equal_the_token_loop(chunk_len, cuts, documents):
-    p = make_problem(batch=3, tokens=13)
+@pytest.mark.parametrize(("documents", "base"), [(False, False), (True, False), (True, True)])
+def test_ragged_rows_and_documents_equal_the_token_loop(chunk_len, cuts, documents, base):
+    p = make_problem(batch=3, tokens=13, base=base)
     lengths = torch.tensor([13, 0, 6])
     starts = fresh = None
     if documents:
@@ -162,11 +170,11 @@ def test_the_token_loop_is_bitwise_under_splits_at_chunk_borders():
 
 
 @pytest.mark.parametrize("chunk_len", [1, 4])
-@pytest.mark.parametrize("make", [{}, {"norm": False}, {"depth": 1}, {"depth": 3}, {"extreme": True}])
+@pytest.mark.parametrize("make", [{}, {"norm": False}, {"depth": 1}, {"depth": 3, "base": True}, {"extreme": True}])
 def test_the_decoding_step_equals_the_token_loop_for_rows_at_different_offsets(make, chunk_len):
     p = make_problem(tokens=14, **make)
     with torch.no_grad():
-        how = {"gain": p.gain, "chunk_len": chunk_len, "clip": 0.5}
+        how = {"gain": p.gain, "base": p.base, "chunk_len": chunk_len, "clip": 0.5}
         lengths = torch.tensor([3, 1])
         _, fast = memory(*p.part(0, 3), p.fast, lengths=lengths, **how)
         with backend(memory="reference"):
@@ -227,6 +235,21 @@ def test_linear_memory_without_momentum_and_forgetting_is_ttt():
     assert_close([y], [torch.stack(rows, 1)])
 
 
+def test_a_deep_memory_that_forgot_all_is_dead_on_zero_and_as_at_first_on_a_base():
+    p = make_problem(tokens=8)
+    last = torch.zeros(2, 8, 2, 1, dtype=torch.float64)
+    last[:, 3] = 1  # everything at the end of the first chunk
+    none = torch.zeros_like(last)
+    gates = Gates((0.1 - 0.1 * last,) * 2, (none,) * 2, (last,) * 2)
+    base = make_problem(base=True, seed=3).base
+    for fixed, alive in ((None, False), (base, True)):
+        how = {"gain": p.gain, "chunk_len": 4, "base": fixed}
+        _, fast = memory(*p.part(0, 4)[:3], Gates(*(tuple(g[:, :4] for g in k) for k in gates.kinds)), p.fast, **how)
+        assert all(not w.any() for w in fast.weight)
+        seen = memory_probe(*p.part(4, 8), fast, **how)
+        assert bool((seen.surprise > 0).all()) == alive
+
+
 class Largest(TorchDispatchMode):
     """Remembers the largest tensor that any operation made."""
 
@@ -284,16 +307,16 @@ def test_bfloat16_operands_stay_near_float64():
 
 def test_the_probe_measures_loss_surprise_and_the_change_of_the_weights():
     for channels in (False, True):
-        p = make_problem(tokens=9, channels=channels)
-        seen = memory_probe(p.q, p.k, p.v, p.gates, p.fast, gain=p.gain, chunk_len=4)
+        p = make_problem(tokens=9, channels=channels, base=True)
+        seen = memory_probe(p.q, p.k, p.v, p.gates, p.fast, gain=p.gain, chunk_len=4, base=p.base)
         fast = p.fast
         for t in range(9):
             before = fast.weight
-            anchor = list(fast.start_weight)
+            anchor = [b + w for b, w in zip(p.base, fast.start_weight, strict=True)]
             k, v = (x[:, t].unsqueeze(2) for x in (p.k, p.v))
             writes = inner_writes(anchor, k, v, p.gain.unsqueeze(1), True, torch.float64)
             sizes = [(x.mT @ d).flatten(2).norm(dim=-1) for x, d in zip(writes.inputs, writes.errors, strict=True)]
-            _, fast = memory(*p.part(t, t + 1), fast, gain=p.gain, chunk_len=4)
+            _, fast = memory(*p.part(t, t + 1), fast, gain=p.gain, chunk_len=4, base=p.base)
             moved = [(a - b).flatten(2).norm(dim=-1) for a, b in zip(fast.weight, before, strict=True)]
             assert_close([seen.loss[:, t]], [writes.miss.square().sum(-1).squeeze(-1)])
             assert_close(
@@ -301,12 +324,14 @@ def test_the_probe_measures_loss_surprise_and_the_change_of_the_weights():
             )
 
 
-def test_the_custom_operation_passes_torchs_own_checks():
-    p = make_problem(tokens=6)
+@pytest.mark.parametrize("base", [False, True])
+def test_the_custom_operation_passes_torchs_own_checks(base):
+    p = make_problem(tokens=6, base=base)
     g = p.gates
     gates = [*g.step, *g.momentum, *g.forget]
     state = [*p.fast.start_weight, *p.fast.start_surprise]
-    call = (p.q, p.k, p.v, gates, state, [], None, [], p.gain, None, None, 2, 4, True, 0.5, True, "chunked")
+    fixed = list(p.base or ())
+    call = (p.q, p.k, p.v, gates, state, [], None, [], fixed, p.gain, None, None, 2, 4, True, 0.5, True, "chunked")
     torch.library.opcheck(torch.ops.titanmem.memory_scan.default, call)
 
 

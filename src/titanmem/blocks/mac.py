@@ -32,7 +32,6 @@ from titanmem.layers.rotary import Rotary, turn
 from titanmem.layers.window_attention import WindowAttention
 from titanmem.ops.attention import Prefix, attend, attend_along
 from titanmem.ops.layout import Layout
-from titanmem.ops.memory import memory_read
 from titanmem.ops.memory.plan import token_positions
 from titanmem.ops.segments import Piece, cut_segments, join_pieces, split_pieces
 from titanmem.ops.streams import conv_streams, unit_rows
@@ -227,8 +226,7 @@ class MACBlock(Block):
         if r is None:
             assert self.queries is not None
             r = unit_rows(self.queries).unsqueeze(0).expand(weight[0].shape[0], -1, -1, -1)
-        h = memory_read(r, weight, gain=self.memory.layer.gain, residual=self.config.memory.residual)
-        return self.read_norm(h.flatten(2))
+        return self.read_norm(self.memory.layer.read(r, weight).flatten(2))
 
     def _project_memory(self, h: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of memory tokens, not rotated."""

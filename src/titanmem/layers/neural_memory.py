@@ -44,6 +44,7 @@ class MemoryConfig(Config):
     residual: bool = True
     momentum: bool = True
     forget: bool = True
+    forget_to: Literal["zero", "start"] = "zero"  # what a memory that forgets all becomes: empty, or as it was at first
     gate_shape: Literal["head", "channel"] = "head"
     gate_span: Literal["token", "chunk"] = "token"
     step_max: float = 0.1
@@ -69,6 +70,7 @@ class MemoryConfig(Config):
         check_counts(self, "head_dim")
         require(self.hidden >= 1, f"expansion={self.expansion} leaves no hidden unit at head_dim={self.head_dim}")
         require(self.gate_shape in ("head", "channel"), f"gate_shape is 'head' or 'channel', got {self.gate_shape!r}")
+        require(self.forget_to in ("zero", "start"), f"forget_to is 'zero' or 'start', got {self.forget_to!r}")
         require(self.gate_span in ("token", "chunk"), f"gate_span is 'token' or 'chunk', got {self.gate_span!r}")
         require(
             0 < self.step_init < self.step_max, f"need 0 < step_init < step_max, got {self.step_init}, {self.step_max}"
@@ -124,7 +126,8 @@ _LINEAR: dict[str, Any] = {
 }  # fmt: skip
 PRESETS: dict[str, dict[str, Any]] = {
     "titans": {},
-    "titans-text": {"step_init": 1e-4, "step_max": 1e-3, "forget_init": 2e-5},  # tokens that come again and again
+    "titans-text": {"forget_to": "start", "forget_init": 0.01},
+    "titans-slow": {"step_init": 1e-4, "step_max": 1e-3, "forget_init": 2e-5},
     "titans-linear": {"depth": 1},
     "gated-delta": {**_LINEAR, "chunk_len": 1},
     "delta": {**_LINEAR, "chunk_len": 1, "forget": False},
@@ -260,6 +263,8 @@ class NeuralMemory(nn.Module):
         first = self.initial_weight[0]
         dtype = first.dtype if first.dtype == torch.float64 else torch.float32
         weight = tuple(w.to(dtype).unsqueeze(0).repeat(batch, 1, 1, 1) for w in self.initial_weight)
+        if self.base is not None:
+            weight = tuple(torch.zeros_like(w) for w in weight)
         conv = None
         if self.conv is not None:
             conv = ConvState(first.new_zeros(batch, c.conv_width - 1, 3 * c.inner))
@@ -276,6 +281,15 @@ class NeuralMemory(nn.Module):
         _, after = self.run(prefix.unsqueeze(0), one, output=False, chunk_len=count if alone else None)
         after = MemoryState(after.fast.settle(), after.conv, after.held, after.config)
         return after.fork(batch)
+
+    @property
+    def base(self) -> tuple[Tensor, ...] | None:
+        """What the network's matrices are besides the state's weights, if it forgets to its start."""
+        return tuple(self.initial_weight) if self.config.forget_to == "start" else None
+
+    def read(self, q: Tensor, weight: tuple[Tensor, ...]) -> Tensor:
+        """M*(q) with q [B, T, H, D] and a state's weights: a read that changes nothing."""
+        return memory_read(q, weight, gain=self.gain, residual=self.config.residual, base=self.base)
 
     # -- the way of a token ---------------------------------------------------------------------------------------
 
@@ -301,6 +315,7 @@ class NeuralMemory(nn.Module):
             y, fast = memory(
                 q, k, v, gates, fast, gain=self.gain, chunk_len=length, residual=c.residual, clip=c.clip,
                 lengths=layout.lengths, starts=layout.starts, fresh=None if fresh is None else fresh.fast,
+                base=self.base,
             )  # fmt: skip
         else:
             y, fast, held = self._read_only(q, fast, layout, fresh, state.held)
@@ -339,15 +354,14 @@ class NeuralMemory(nn.Module):
         self, q: Tensor, fast: FastWeights, layout: Layout, fresh: MemoryState | None, held: Tensor | None
     ) -> tuple[Tensor, FastWeights, Tensor | None]:
         """Read with the weights as they are; a document's start still takes the fresh ones."""
-        gain, residual = self.gain, self.config.residual
-        y = memory_read(q, fast.weight, gain=gain, residual=residual)
+        y = self.read(q, fast.weight)
         since = layout.since_start(q.shape[1])
         if since is None or fresh is None:
             return y, fast, held
         batch = q.shape[0]
         blank = fresh.fast.fork(batch)
         started = since >= 0
-        other = memory_read(q, blank.weight, gain=gain, residual=residual)
+        other = self.read(q, blank.weight)
         y = torch.where(started[:, :, None, None], other, y)
         real = layout.real(q.shape[1])
         any_start = (started if real is None else started & real).any(1)
@@ -385,6 +399,7 @@ class NeuralMemory(nn.Module):
             seen = memory_probe(
                 q, k, v, gates, fast, gain=self.gain, chunk_len=c.chunk_len, residual=c.residual, clip=c.clip,
                 lengths=layout.lengths, starts=layout.starts, fresh=None if fresh is None else fresh.fast,
+                base=self.base,
             )  # fmt: skip
             means = [torch.stack([g.mean(-1) for g in kind], -1) for kind in (gates.step, gates.momentum, gates.forget)]
             real = layout.real(x.shape[1])

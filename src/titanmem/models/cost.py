@@ -113,7 +113,7 @@ def memory_flops(c: MemoryConfig) -> int:
     """FLOPs of the memory operation per token, forward: the key side, the fold and the read of every matrix."""
     keys = sum(2 * i * o for i, o in c.shapes) + sum(2 * i * o for i, o in c.shapes[1:])
     fold = sum(4 * i * o for i, o in c.shapes)
-    reads = sum(4 * i * o + 2 * c.chunk_len * (i + o) for i, o in c.shapes)
+    reads = sum((6 if c.forget_to == "start" else 4) * i * o + 2 * c.chunk_len * (i + o) for i, o in c.shapes)
     return c.num_heads * (keys + fold + reads)
 
 

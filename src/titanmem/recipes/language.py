@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from titanmem.config import require
-from titanmem.models.sizes import SIZES, TEXT_GATES
+from titanmem.models.sizes import SIZES, TEXT_MEMORY
 from titanmem.recipes import fineweb
 from titanmem.recipes.models import ABLATIONS, DEPTHS, FLA_MODELS, TITANS, Frame
 from titanmem.train.config import DataConfig, OptimConfig, TrainConfig
@@ -58,11 +58,11 @@ class Small:
 
 
 TINY = Frame(
-    32, 1, 2, 64, window=32, segment=32, num_persistent=4, memory={"expansion": 2, "chunk_len": 16, **TEXT_GATES}
+    32, 1, 2, 64, window=32, segment=32, num_persistent=4, memory={"expansion": 2, "chunk_len": 16, **TEXT_MEMORY}
 )
 MIDDLE = Frame(
     384, 4, 6, 1024, window=256, segment=512, num_persistent=16,  # of a segment a token sees half on average
-    memory={"expansion": 2, "chunk_len": 64, **TEXT_GATES}, multiple=8,
+    memory={"expansion": 2, "chunk_len": 64, **TEXT_MEMORY}, multiple=8,
 )  # fmt: skip
 LARGER = replace(MIDDLE, dim=640, num_layers=8, num_heads=10, mlp_width=1792)
 CPU = replace(MIDDLE, dim=128, num_layers=2, num_heads=2, mlp_width=384, window=64, segment=128)

@@ -84,12 +84,14 @@ def memory(
     lengths: Tensor | None = None,
     starts: Tensor | None = None,
     fresh: FastWeights | None = None,
+    base: tuple[Tensor, ...] | None = None,
 ) -> tuple[Tensor, FastWeights]:
     """Write every token's (k, v) into the memory and read it with q after the write.
 
     q, k, v [B, T, H, D]. `gain` [H, D] scales the LN at the memory's end (None: no LN); `residual` adds the input.
     `clip` > 0 bounds each token's gradient per matrix. `lengths` [B]: only so many leading tokens of a row are real.
-    `starts` [B, T] bool: documents begin there, from `fresh` (batch 1). Returns y [B, T, H, D] and the new state.
+    `starts` [B, T] bool: documents begin there, from `fresh` (batch 1). `base`, L × [H, I_l, O_l]: the network's
+    matrices are base + weight, so that forgetting leads back to it. Returns y [B, T, H, D] and the new state.
     """
     _check(q, k, v, gates, fast, chunk_len)
     if q.shape[1] == 0:
@@ -102,18 +104,22 @@ def memory(
     if choice == "reference":
         return memory_reference(
             q, k, v, (gates.step, gates.momentum, gates.forget), fast, gain=gain, chunk_len=chunk_len,
-            residual=residual, clip=clip, lengths=lengths, starts=starts, fresh=fresh, at_border=not pends,
+            residual=residual, clip=clip, lengths=lengths, starts=starts, fresh=fresh, base=base,
+            at_border=not pends,
         )  # fmt: skip
     if _is_step(q, k, v, gates, fast, gain, lengths, starts):
-        kernel = choice == "triton" and support.why_not(q, gates.channels, fast.start_weight, chunk_len) is None
+        why = support.why_not(q, gates.channels, fast.start_weight, chunk_len, base)
         with torch.autocast(q.device.type, enabled=False):
-            return memory_step(q, k, v, gates.stacked(), fast, gain, chunk_len, residual, clip, kernel)
-    if starts is None and delta_fits(fast, gain, chunk_len, clip, gates.channels):
+            return memory_step(
+                q, k, v, gates.stacked(), fast, gain, base, chunk_len, residual, clip,
+                kernel=choice == "triton" and why is None,
+            )  # fmt: skip
+    if starts is None and base is None and delta_fits(fast, gain, chunk_len, clip, gates.channels):
         with torch.autocast(q.device.type, enabled=False):
             return memory_delta(q, k, v, gates.stacked(), fast, residual, lengths)
-    how = dict(gain=gain, chunk_len=chunk_len, residual=residual, clip=clip, fresh=fresh)
+    how = dict(gain=gain, chunk_len=chunk_len, residual=residual, clip=clip, fresh=fresh, base=base)
     if choice == "triton":
-        why = support.why_not(q, gates.channels, fast.start_weight, chunk_len)
+        why = support.why_not(q, gates.channels, fast.start_weight, chunk_len, base)
         if why is not None:
             if not torch.compiler.is_compiling():
                 support.say_once(why)
@@ -121,7 +127,7 @@ def memory(
         elif (first := support.first_piece(q, fast, lengths, starts, chunk_len)) is not None:
             return _in_two(first, q, k, v, gates, fast, lengths, starts, how)
     form = "triton" if choice == "triton" and fast.pending is None else "chunked"
-    call, graded = _flat_call(q, k, v, gates, fast, gain, chunk_len, residual, clip, lengths, starts, fresh, form)
+    call, graded = _flat_call(q, k, v, gates, fast, gain, chunk_len, residual, clip, lengths, starts, fresh, base, form)
     with torch.autocast(q.device.type, enabled=False):  # precision is the operation's own business
         y, new = _scan(call, graded, gates, len(fast.start_weight), pends, form)
     before = 0 if fast.pending is None else fast.pending.filled
@@ -192,6 +198,7 @@ def _flat_call(
     lengths: Tensor | None,
     starts: Tensor | None,
     fresh: FastWeights | None,
+    base: tuple[Tensor, ...] | None,
     form: str = "chunked",
 ) -> tuple[tuple[Any, ...], bool]:
     """The arguments of `custom_op.open_scan`, and whether any of them wants a gradient."""
@@ -205,8 +212,11 @@ def _flat_call(
     flat = [g.to(fast.start_weight[0].dtype) for g in given]
     state = [*fast.start_weight, *fast.start_surprise]
     start = [] if fresh is None or starts is None else [x[0] for x in (*fresh.start_weight, *fresh.start_surprise)]
-    call = (q, k, v, flat, state, pending, offset, start, gain, lengths, starts, count, chunk_len, residual, clip)
-    inputs = [q, k, v, *flat, *state, *pending, *start, *([] if gain is None else [gain])]
+    fixed = [] if base is None else [b.to(state[0].dtype) for b in base]
+    call = (
+        q, k, v, flat, state, pending, offset, start, fixed, gain, lengths, starts, count, chunk_len, residual, clip,
+    )  # fmt: skip
+    inputs = [q, k, v, *flat, *state, *pending, *start, *fixed, *([] if gain is None else [gain])]
     return call, torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
 
 
@@ -248,15 +258,25 @@ def memory_probe(
     lengths: Tensor | None = None,
     starts: Tensor | None = None,
     fresh: FastWeights | None = None,
+    base: tuple[Tensor, ...] | None = None,
 ) -> WriteProbe:
     """What `memory` does with the same arguments, measured per token; without gradients."""
-    call, _ = _flat_call(q, k, v, gates, fast, gain, chunk_len, residual, clip, lengths, starts, fresh)
+    call, _ = _flat_call(q, k, v, gates, fast, gain, chunk_len, residual, clip, lengths, starts, fresh, base)
     with torch.autocast(q.device.type, enabled=False):
         return probe_scan(*custom_op.open_scan(*call))
 
 
-def memory_read(q: Tensor, weight: tuple[Tensor, ...], *, gain: Tensor | None = None, residual: bool = True) -> Tensor:
+def memory_read(
+    q: Tensor,
+    weight: tuple[Tensor, ...],
+    *,
+    gain: Tensor | None = None,
+    residual: bool = True,
+    base: tuple[Tensor, ...] | None = None,
+) -> Tensor:
     """M*(q) with q [B, T, H, D] and weights [B, H, I_l, O_l]: a read that changes nothing."""
+    if base is not None:
+        weight = tuple(b.to(w.dtype) + w for b, w in zip(base, weight, strict=True))
     rows = q.transpose(1, 2).to(weight[0].dtype)
     scale = None if gain is None else gain.to(rows.dtype).unsqueeze(1)
     with torch.autocast(q.device.type, enabled=False):

@@ -37,6 +37,11 @@ class Network:
     residual: bool
     clip: float
     operand: torch.dtype
+    base: list[Tensor] | None = None  # B_l [N, I_l, O_l], what the network's matrices are besides the weight
+
+    def matrices(self, weight: list[Tensor]) -> list[Tensor]:
+        """Those of the network."""
+        return weight if self.base is None else [b + w for b, w in zip(self.base, weight, strict=True)]
 
 
 @dataclass
@@ -161,7 +166,7 @@ def chunk_read(
     start: list[Tensor], surprise: list[Tensor], old: Pending | None, tokens: Tokens, net: Network
 ) -> tuple[Tensor, Tape]:
     """Outputs of the chunk's tokens. `start` and `surprise` are the state at the chunk's start, also the anchor."""
-    writes = inner_writes(start, tokens.k, tokens.v, net.gain, net.residual, net.operand)
+    writes = inner_writes(net.matrices(start), tokens.k, tokens.v, net.gain, net.residual, net.operand)
     tape = Tape(writes, [], [], [], [], [], [], [], [], [], [])
     x = tokens.q
     for index, (weight, momentum) in enumerate(zip(start, surprise, strict=True)):
@@ -169,7 +174,7 @@ def chunk_read(
         x = gelu(tape.before[-1]) if index else x
         tape.query.append(x)
         tape.score.append(matmul(x, tape.inputs[index].mT, net.operand))
-        tape.before.append(_read_matrix(tape, index, weight, momentum, net.operand))
+        tape.before.append(_read_matrix(tape, index, weight, momentum, net))
     return finish(tokens.q, tape.before[-1], net.gain, net.residual), tape
 
 
@@ -184,15 +189,18 @@ def chunk_replay(known: Products, tokens: Tokens, net: Network) -> Tape:
     return tape
 
 
-def _read_matrix(tape: Tape, index: int, weight: Tensor, surprise: Tensor, operand: torch.dtype) -> Tensor:
+def _read_matrix(tape: Tape, index: int, weight: Tensor, surprise: Tensor, net: Network) -> Tensor:
     """Y_l: the queries through every token's own matrix (equation 16)."""
+    operand = net.operand
     x, errors, score, blend = tape.query[index], tape.errors[index], tape.score[index], tape.blend[index]
     keep, drift = (by_token(share, errors) for share in tape.share[index])
     from_weight, from_surprise = matmul(x, weight, operand), matmul(x, surprise, operand)
     if blend.dim() > score.dim():  # per channel, under autograd
         writes = ((score.unsqueeze(1) * blend) @ errors.mT.unsqueeze(-1)).squeeze(-1).mT
-        return keep * from_weight + drift * from_surprise - writes
-    return add_matmul_(from_weight.mul_(keep).addcmul_(from_surprise, drift), score * blend, errors, operand, -1)
+        read = keep * from_weight + drift * from_surprise - writes
+        return read if net.base is None else read + matmul(x, net.base[index], operand)
+    read = add_matmul_(from_weight.mul_(keep).addcmul_(from_surprise, drift), score * blend, errors, operand, -1)
+    return read if net.base is None else add_matmul_(read, x, net.base[index], operand)
 
 
 def _columns(tape: Tape, index: int, old: Pending | None, tokens: Tokens, net: Network) -> None:
@@ -254,6 +262,7 @@ class ChunkGrads:
 
     weight: list[Tensor]
     surprise: list[Tensor]
+    base: list[Tensor]  # of B_l, added up; empty without
     last: list[Tensor]  # of `Tape.last` [N, 2, 2 + C]
     inputs: list[Tensor]  # of X_l, all slots
     errors: list[Tensor]  # of D_l, all slots
@@ -314,7 +323,8 @@ def chunk_backward(
     tape: Tape,
     net: Network,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, GateGrads]:
-    """Pull grad_y and `grads` back to q, k, v, gain [N, D] and the gates; adds to grads.weight, .surprise in place."""
+    """Pull grad_y and `grads` back to q, k, v, gain [N, D] and the gates; adds to grads.weight, .surprise and .base in
+    place."""
     grad_gain = None
     grad = grad_y
     if net.gain is not None:
@@ -324,7 +334,7 @@ def chunk_backward(
     gates = GateGrads([], [], [], [], [], [], [])
     rows: list[tuple[Tensor, Tensor, Tensor]] = []
     for index in reversed(range(len(start))):
-        grad, row = _read_backward(grads, grad, index, start[index], surprise[index], tape, net.operand)
+        grad, row = _read_backward(grads, grad, index, start[index], surprise[index], tape, net)
         rows.insert(0, row)
         if index:
             grad = gelu_pullback(grad, tape.before[index - 1])
@@ -340,9 +350,12 @@ def chunk_backward(
             _clip_backward(new_inputs[index], pull, tape.writes.inputs[index], clip.inputs)
             _clip_backward(new_errors[index], pull, tape.writes.errors[index], clip.errors)
             gates.step[index] = gates.step[index] * clip.factor
+    grad_anchor = [torch.zeros_like(w) for w in grads.weight] if grads.base else grads.weight
     grad_k, grad_v, gain_keys = inner_writes_backward(
-        tape.writes, start, grads.weight, new_inputs, new_errors, net.gain, net.residual, net.operand
+        tape.writes, net.matrices(start), grad_anchor, new_inputs, new_errors, net.gain, net.residual, net.operand
     )
+    for total in (grads.weight, grads.base) if grads.base else ():
+        torch._foreach_add_(total, grad_anchor)
     if grad_gain is not None and gain_keys is not None:
         grad_gain = grad_gain + gain_keys.sum(1)
     return grad_q, grad_k, grad_v, grad_gain, gates
@@ -354,9 +367,10 @@ def _clip_backward(grad: Tensor, pull: Tensor, rows: Tensor, squares: Tensor) ->
 
 
 def _read_backward(
-    grads: ChunkGrads, grad: Tensor, index: int, weight: Tensor, surprise: Tensor, tape: Tape, operand: torch.dtype
+    grads: ChunkGrads, grad: Tensor, index: int, weight: Tensor, surprise: Tensor, tape: Tape, net: Network
 ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
     """One matrix of the query side (equations 16–18): gradients of Q_l, and of both shares and G_l."""
+    operand = net.operand
     query, score, blend = tape.query[index], tape.score[index], tape.blend[index]
     keep, drift = (x.unsqueeze(-1) for x in tape.share[index])
     back = matmul(grad, tape.errors[index].mT, operand).neg_()
@@ -370,6 +384,9 @@ def _read_backward(
     shares = (from_weight * query).sum(-1), (from_surprise * query).sum(-1)
     grad_query = from_weight.mul_(keep).addcmul_(from_surprise, drift)
     add_matmul_(grad_query, grad_score, tape.inputs[index], operand)
+    if net.base is not None:
+        add_matmul_(grad_query, grad, net.base[index].mT, operand)
+        add_matmul_(grads.base[index], query.mT, grad, operand)
     return grad_query, (*shares, grad_blend)
 
 

@@ -56,6 +56,7 @@ class Scan:
         v: Tensor,
         gates: list[Tensor],
         fresh: list[Tensor],
+        base: list[Tensor],
         gain: Tensor | None,
         plan: Plan,
         chunk_len: int,
@@ -79,7 +80,8 @@ class Scan:
         self.fresh_weight = [per_head_rows(x, batch) for x in fresh[:depth]]
         self.fresh_surprise = [per_head_rows(x, batch) for x in fresh[depth:]]
         gain_rows = None if gain is None else gain.to(state_dtype).repeat(batch, 1).unsqueeze(1)
-        self.net = Network(gain_rows, residual, clip, q.dtype)
+        base_rows = [per_head_rows(x.to(state_dtype), batch) for x in base] or None
+        self.net = Network(gain_rows, residual, clip, q.dtype, base_rows)
 
     def _lay_gate(self, gate: Tensor) -> Tensor:
         """[B, T, H, 1] → [count, N, width]; per channel [B, T, H, O] → [count, N, O, width]."""
@@ -319,6 +321,7 @@ class ScanGrads:
     weight: list[Tensor]
     surprise: list[Tensor]
     fresh: list[Tensor]
+    base: list[Tensor]
     gain: Tensor | None
     old: Pending | None
 
@@ -330,7 +333,8 @@ def scan_backward(
     plan, count, depth = scan.plan, scan.plan.count, len(carry.weight)
     size = group_len(count)
     fresh = [torch.zeros_like(x) for x in scan.fresh_weight + scan.fresh_surprise]
-    grads = ScanGrads([], [], [], [], [], [], grad_state[:depth], grad_state[depth:], fresh, None, None)
+    base = [torch.zeros_like(x) for x in scan.net.base or ()]
+    grads = ScanGrads([], [], [], [], [], [], grad_state[:depth], grad_state[depth:], fresh, base, None, None)
     buffers = state_buffers(carry, min(size, count) - 1)
     for number, first in reversed(list(enumerate(range(0, count, size)))):
         at = carry
@@ -387,7 +391,7 @@ def _chunk_grads(
         left = choose_pending(scan.rows(plan.ends, chunk), grad_left, _no_pending(grad_left))
         both = zip(slots.lists, left.lists, strict=True)
         slots = Pending(*([a + b for a, b in zip(*lists, strict=True)] for lists in both))
-    through = ChunkGrads(grads.weight, grads.surprise, slots.mix, slots.inputs, slots.errors)
+    through = ChunkGrads(grads.weight, grads.surprise, grads.base, slots.mix, slots.inputs, slots.errors)
     tokens = scan.tokens(chunk, co)
     grad_q, grad_k, grad_v, grad_gain, gates = chunk_backward(
         through, grad_y[chunk], entered.weight, entered.surprise, entered.old, tokens, tape, net

@@ -51,6 +51,7 @@ def open_scan(
     pending: list[Tensor],
     offset: Tensor | None,
     fresh: list[Tensor],
+    base: list[Tensor],
     gain: Tensor | None,
     lengths: Tensor | None,
     starts: Tensor | None,
@@ -63,7 +64,7 @@ def open_scan(
     plan: Plan = make_plan(q.shape[1], chunk_len, count, offset, lengths, starts, q.shape[0], q.device)
     depth = len(state) // 2
     gates = split_gates(gates, depth)
-    scan = Scan(q, k, v, gates, fresh, gain, plan, chunk_len, residual, clip, state[0].dtype)
+    scan = Scan(q, k, v, gates, fresh, base, gain, plan, chunk_len, residual, clip, state[0].dtype)
     flat = flatten_heads(state)
     old = Pending(*split3(flatten_heads(pending))) if pending else None
     return scan, Carry(flat[:depth], flat[depth:], old, None)
@@ -90,6 +91,7 @@ def scan(
     pending: list[Tensor],
     offset: Tensor | None,
     fresh: list[Tensor],
+    base: list[Tensor],
     gain: Tensor | None,
     lengths: Tensor | None,
     starts: Tensor | None,
@@ -111,7 +113,7 @@ def scan(
             return hopper_launch.forward(call, keep and keeps_states(weight, starts))
         return launch.forward(call, leaves_pending(q.shape[1], chunk_len, offset, lengths, starts))
     laid, carry = open_scan(
-        q, k, v, gates, state, pending, offset, fresh, gain, lengths, starts, count, chunk_len, residual, clip
+        q, k, v, gates, state, pending, offset, fresh, base, gain, lengths, starts, count, chunk_len, residual, clip
     )
     kept = make_room(laid, carry) if keep and form == "chunked" else None
     y, after = scan_forward(laid, carry, kept)
@@ -134,6 +136,7 @@ def _(
     pending: list[Tensor],
     offset: Tensor | None,
     fresh: list[Tensor],
+    base: list[Tensor],
     gain: Tensor | None,
     lengths: Tensor | None,
     starts: Tensor | None,
@@ -204,6 +207,7 @@ def scan_grads(
     pending: list[Tensor],
     offset: Tensor | None,
     fresh: list[Tensor],
+    base: list[Tensor],
     gain: Tensor | None,
     lengths: Tensor | None,
     starts: Tensor | None,
@@ -213,7 +217,7 @@ def scan_grads(
     clip: float,
     form: str,
 ) -> list[Tensor]:
-    """Gradients of q, k, v, gates, state, pending, fresh, gain, in this order."""
+    """Gradients of q, k, v, gates, state, pending, fresh, base, gain, in this order."""
     if runs_kernels(form, starts, chunk_len):
         from titanmem.ops.memory.kernels import launch
 
@@ -225,7 +229,7 @@ def scan_grads(
         return launch.backward(call, grad_y, grad_state, grad_pending)
     with torch.autocast(q.device.type, enabled=False):
         scan, carry = open_scan(
-            q, k, v, gates, state, pending, offset, fresh, gain, lengths, starts, count, chunk_len, residual, clip
+            q, k, v, gates, state, pending, offset, fresh, base, gain, lengths, starts, count, chunk_len, residual, clip
         )
         at_hand = Kept.of(kept, len(carry.weight))
         if form == "triton":  # planned for the kernels, which keep nothing
@@ -265,7 +269,7 @@ def _gradient_list(
     out += unflatten_heads(grads.weight + grads.surprise, scan.heads)
     if grads.old is not None:
         out += unflatten_heads(grads.old.inputs + grads.old.errors + grads.old.mix, scan.heads)
-    out += [x.unflatten(0, (-1, scan.heads)).sum(0) for x in grads.fresh]
+    out += [x.unflatten(0, (-1, scan.heads)).sum(0) for x in grads.fresh + grads.base]
     if grads.gain is not None and gain is not None:
         out.append(grads.gain.unflatten(0, (-1, scan.heads)).sum(0).to(gain.dtype))
     return [x.contiguous() for x in out]
@@ -288,6 +292,7 @@ def _(
     pending: list[Tensor],
     offset: Tensor | None,
     fresh: list[Tensor],
+    base: list[Tensor],
     gain: Tensor | None,
     lengths: Tensor | None,
     starts: Tensor | None,
@@ -297,19 +302,19 @@ def _(
     clip: float,
     form: str,
 ) -> list[Tensor]:
-    like = [q, k, v, *gates, *state, *pending, *fresh, *([] if gain is None else [gain])]
+    like = [q, k, v, *gates, *state, *pending, *fresh, *base, *([] if gain is None else [gain])]
     return [x.new_empty(x.shape) for x in like]
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     *tensors, count, chunk_len, residual, clip, keep, form = inputs
-    q, k, v, gates, state, pending, offset, fresh, gain, lengths, starts = tensors
+    q, k, v, gates, state, pending, offset, fresh, base, gain, lengths, starts = tensors
     assert keep, "memory_scan: gradients need keep=True"
     ctx.static = (count, chunk_len, residual, clip, form)
     extra = 3 * (len(state) // 2) + 1 if leaves_pending(q.shape[1], chunk_len, offset, lengths, starts) else 0
     kept = output[1 + len(state) + extra :]
-    ctx.sizes = (len(gates), len(state), len(pending), len(fresh), len(kept), extra)
-    ctx.save_for_backward(q, k, v, offset, gain, lengths, starts, *gates, *state, *pending, *fresh, *kept)
+    ctx.sizes = (len(gates), len(state), len(pending), len(fresh), len(base), len(kept), extra)
+    ctx.save_for_backward(q, k, v, offset, gain, lengths, starts, *gates, *state, *pending, *fresh, *base, *kept)
     ctx.set_materialize_grads(False)  # nothing asks for gradients of what is kept
 
 
@@ -320,7 +325,7 @@ def _backward(ctx: Any, grads: list[Tensor | None], run: Any = memory_scan_backw
     for size in sizes:
         parts.append(rest[at : at + size])
         at += size
-    gates, state, pending, fresh, kept = parts
+    gates, state, pending, fresh, base, kept = parts
     grad_y, after = grads[0], grads[1:]
     grad_state = after[: len(state)]
     grad_pending = after[len(state) : len(state) + extra - 1] if extra else []
@@ -333,15 +338,15 @@ def _backward(ctx: Any, grads: list[Tensor | None], run: Any = memory_scan_backw
         shapes = pending_shapes(state[: len(state) // 2], ctx.static[1])
         grad_pending = [state[0].new_zeros(s) if g is None else g for g, s in zip(grad_pending, shapes, strict=True)]
     out = run(
-        grad_y, grad_state, grad_pending, kept, q, k, v, gates, state, pending, offset, fresh, gain,
+        grad_y, grad_state, grad_pending, kept, q, k, v, gates, state, pending, offset, fresh, base, gain,
         lengths, starts, *ctx.static,
     )  # fmt: skip
     grad_q, grad_k, grad_v, *out = out
     rest = iter(out)
-    grad_gates, grad_start, grad_old, grad_fresh = (list(islice(rest, n)) for n in sizes[:4])
+    grad_gates, grad_start, grad_old, grad_fresh, grad_base = (list(islice(rest, n)) for n in sizes[:5])
     grad_gain = next(rest, None)
     tail = (None,) * 8
-    return grad_q, grad_k, grad_v, grad_gates, grad_start, grad_old, None, grad_fresh, grad_gain, *tail
+    return grad_q, grad_k, grad_v, grad_gates, grad_start, grad_old, None, grad_fresh, grad_base, grad_gain, *tail
 
 
 memory_scan.register_autograd(_backward, setup_context=_setup)

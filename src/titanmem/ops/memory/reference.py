@@ -5,6 +5,7 @@
     y_t = M_t*(q_t)                                     (paper, equation 15)
 
 The anchor is the weight at the start of the token's chunk; with chunk_len = 1 it is M_{t−1}, the paper's online form.
+With a `base` the network's matrices are base + M, and M is what was learnt since the start.
 Slow on purpose; every other form of the operation is tested against this one.
 """
 
@@ -34,6 +35,7 @@ def memory_reference(
     lengths: Tensor | None = None,
     starts: Tensor | None = None,
     fresh: FastWeights | None = None,
+    base: tuple[Tensor, ...] | None = None,
     at_border: bool = False,
 ) -> tuple[Tensor, FastWeights]:
     """Same contract as `titanmem.ops.memory.memory`. `at_border`: the caller knows that all rows end at a border."""
@@ -41,6 +43,7 @@ def memory_reference(
     dtype, operand = fast.start_weight[0].dtype, q.dtype
     gain = None if gain is None else gain.to(dtype).unsqueeze(1)  # [H, 1, D]
     weight, surprise = list(fast.weight), list(fast.surprise)  # [B, H, I, O]
+    fixed = [torch.zeros_like(w) for w in weight] if base is None else [b.to(dtype) for b in base]
     state = _with_pending(fast, gates, chunk_len)
     outputs = []
     for t in range(q.shape[1]):
@@ -53,7 +56,7 @@ def memory_reference(
         state = _open_chunk(real & (state.offset == 0), weight, surprise, state)
 
         q_t, k_t, v_t = (x[:, t].unsqueeze(2).to(dtype) for x in (q, k, v))  # [B, H, 1, D]
-        anchor = list(state.start_weight)
+        anchor = [b + w for b, w in zip(fixed, state.start_weight, strict=True)]
         writes = inner_writes(anchor, k_t, v_t, gain, residual, operand)
         for index, (x, d) in enumerate(zip(writes.inputs, writes.errors, strict=True)):
             theta, eta, alpha = (gate[index][:, t].unsqueeze(2).to(dtype) for gate in (steps, momenta, forgets))
@@ -63,7 +66,8 @@ def memory_reference(
             surprise[index] = _pick(real, moved, surprise[index])
             weight[index] = _pick(real, (1 - alpha) * weight[index] + moved, weight[index])
             state = _record(state, index, real, x, d, theta, eta, 1 - alpha)
-        y = read(weight, q_t, gain, residual, operand).squeeze(2)
+        whole = [b + w for b, w in zip(fixed, weight, strict=True)]
+        y = read(whole, q_t, gain, residual, operand).squeeze(2)
         outputs.append(_pick(real, y, torch.zeros_like(y)).to(q.dtype))
 
         assert state.pending is not None

@@ -9,6 +9,7 @@ Legend: N rows (batch · heads), L matrices of shape I_l × O_l, C slots of a ch
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -25,6 +26,7 @@ def memory_step(
     gates: tuple[Tensor, Tensor, Tensor],
     fast: FastWeights,
     gain: Tensor | None,
+    base: Sequence[Tensor] | None,
     chunk_len: int,
     residual: bool,
     clip: float,
@@ -45,8 +47,12 @@ def memory_step(
     scale = None if gain is None else (gain if batch == 1 else gain.repeat(batch, 1)).to(dtype).unsqueeze(1)
 
     # the first matrix meets key and query in one pass
-    first = row_matmul(torch.cat([key, query], 1), weight[0], operand)
-    inputs, errors = _write(weight, first[:, :1], key, value, scale, residual, operand)
+    both = torch.cat([key, query], 1)
+    first = row_matmul(both, weight[0], operand)
+    fixed = None if base is None else [b.to(dtype) for b in base]
+    still = None if fixed is None else _through_base(both, fixed[0], operand)
+    before = first[:, :1] if still is None else first[:, :1] + still[:, :1]
+    inputs, errors = _write(weight, fixed, before, key, value, scale, residual, operand)
     slot = _slot(held, heads)
     read, hold = _coefficients(held, slot, gates, inputs, errors, clip)
     all_inputs, all_errors = ([x.flatten(0, 1) for x in xs] for xs in (held.inputs, held.errors))
@@ -60,15 +66,25 @@ def memory_step(
         if index:
             x = gelu_row(y)
             y = row_matmul(x, weight[index], operand)
+            still = None if fixed is None else _through_base(x, fixed[index], operand)
         score = matmul(x, all_inputs[index].mT, operand).mul_(blend)
         y = torch.addcmul(keep * y, drift, row_matmul(x, surprise[index], operand))
         add_matmul_(y, score, all_errors[index], operand, -1)
+        if still is not None:
+            y += still[:, -1:]
     if scale is not None:
         y = scale * normalise(y).unit
     out = (query + y if residual else y).view(batch, 1, heads, width).to(q.dtype)
 
     mix = torch.stack([read, hold], 3).view(len(weight), batch, heads, 2, -1).unbind(0)
     return out, _fold_full(replace(fast, pending=held.advanced(mix)), chunk_len)
+
+
+def _through_base(x: Tensor, base: Tensor, operand: torch.dtype) -> Tensor:
+    """x [N, T, I] through the matrices [H, I, O] that all rows share: [N, T, O]."""
+    heads, tokens = len(base), x.shape[1]
+    rows = x.unflatten(0, (-1, heads)).transpose(0, 1).flatten(1, 2)  # [H, B·T, I]
+    return matmul(rows, base, operand).unflatten(1, (-1, tokens)).transpose(0, 1).flatten(0, 1)
 
 
 def _slot(held: PendingWrites, heads: int) -> int | Tensor:
@@ -88,6 +104,7 @@ def _put(whole: Tensor, axis: int, slot: int | Tensor, x: Tensor) -> None:
 
 def _write(
     weight: list[Tensor],
+    base: list[Tensor] | None,
     before: Tensor,
     key: Tensor,
     value: Tensor,
@@ -97,11 +114,13 @@ def _write(
 ) -> tuple[list[Tensor], list[Tensor]]:
     """The token's factors X_l, D_l as in `network.inner_writes`; `before` is the key behind the first matrix."""
     inputs, slopes = [key], list[Tensor]()
-    for w in weight[1:]:
+    for index, w in enumerate(weight[1:], 1):
         x, slope = gelu_and_slope(before)
         inputs.append(x)
         slopes.append(slope)
         before = row_matmul(x, w, operand)
+        if base is not None:
+            before += _through_base(x, base[index], operand)
     target = value - key if residual else value
     if scale is None:
         error = (before - target).mul_(2)
@@ -109,8 +128,11 @@ def _write(
         normed = normalise(before)
         error = normed.pull((scale * normed.unit).sub_(target).mul_(scale).mul_(2))
     errors = [error]
-    for w, slope in zip(reversed(weight[1:]), reversed(slopes), strict=True):
-        errors.insert(0, row_matmul(errors[0], w.mT, operand).mul_(slope))
+    for index in reversed(range(1, len(weight))):
+        back = row_matmul(errors[0], weight[index].mT, operand)
+        if base is not None:
+            back += _through_base(errors[0], base[index].mT, operand)
+        errors.insert(0, back.mul_(slopes[index - 1]))
     return inputs, errors
 
 

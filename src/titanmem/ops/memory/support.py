@@ -17,7 +17,9 @@ WIDEST = 128  # of a head
 HIDDEN = 1024
 
 
-def why_not(q: Tensor, channels: bool, weight: Sequence[Tensor], chunk_len: int) -> str | None:
+def why_not(
+    q: Tensor, channels: bool, weight: Sequence[Tensor], chunk_len: int, base: Sequence[Tensor] | None = None
+) -> str | None:
     """Why a call has to take the chunked form; None if the kernels can run it."""
     trouble = backend.machine()
     if trouble is not None:
@@ -26,6 +28,8 @@ def why_not(q: Tensor, channels: bool, weight: Sequence[Tensor], chunk_len: int)
         return f"the tensors are on {q.device}"
     if len(weight) > 2:
         return f"the memory has {len(weight)} matrices, the kernels know one and two"
+    if base is not None:
+        return "the memory forgets to its start, the kernels forget to zero"
     if channels:
         return "the gates are per channel, the kernels know gates per head"
     if not 16 <= chunk_len <= 256 or chunk_len & (chunk_len - 1):
