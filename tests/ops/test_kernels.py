@@ -39,6 +39,7 @@ def as_type(problem: Problem, dtype: torch.dtype) -> Problem:
         Gates(many(g.step), many(g.momentum), many(g.forget)),
         FastWeights(many(f.start_weight), many(f.start_surprise)),
         None if problem.gain is None else leaf(problem.gain, state),
+        None if problem.base is None else many(problem.base),
     )
 
 
@@ -98,6 +99,18 @@ def test_documents_on_chunk_borders():
     starts = torch.zeros(2, 40, dtype=torch.bool)
     starts[0, 16] = starts[1, 0] = starts[1, 32] = True
     check(tokens=40, width=16, hidden=16, fresh=True, how={"starts": starts})
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_on_a_base_with_documents_and_an_open_chunk(depth):
+    starts = torch.zeros(2, 43, dtype=torch.bool)
+    starts[0, 16] = starts[1, 32] = True
+    check(tokens=43, width=20, hidden=70, depth=depth, base=True, fresh=True, how={"starts": starts})
+
+
+@pytest.mark.slow
+def test_on_a_base_with_whole_chunks_longer_than_a_tile():
+    check(tokens=256, width=16, hidden=16, base=True, chunk_len=128, batch=1)
 
 
 def test_pieces_that_end_inside_a_chunk():

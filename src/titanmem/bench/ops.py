@@ -32,11 +32,12 @@ class MemoryCase:
     hidden: int = 64
     chunk: int = 64
     depth: int = 2
+    base: bool = False  # it forgets to its start
 
     def __str__(self) -> str:
         return (
             f"{self.batch}×{self.tokens}, {self.heads}×{self.width}, depth {self.depth}, hidden {self.hidden}, "
-            f"chunk {self.chunk}"
+            f"chunk {self.chunk}{', on a base' if self.base else ''}"
         )
 
     @property
@@ -46,6 +47,7 @@ class MemoryCase:
         flops = 10 * self.width**2 + 4 * self.chunk * self.width
         if self.depth == 2:
             flops = 22 * self.width * self.hidden + 4 * self.chunk * (self.width + self.hidden)
+        flops += 2 * self.width * (self.width if self.depth == 1 else 2 * self.hidden) if self.base else 0
         return 1e3 * rows * flops / PEAK, 3.5e3 * rows * flops / PEAK
 
 
@@ -69,11 +71,12 @@ class MemoryProblem:
         self.high = [*gate(0.03, -2), *gate(0.9, 0), *gate(1.0, -3)]  # larger steps are chaotic: no dtype agrees
         self.high += [randn(c.batch, c.heads, i, o) / i**0.5 for i, o in shapes]
         self.high += [0.1 * randn(c.batch, c.heads, i, o) for i, o in shapes]
+        self.high += [randn(c.heads, i, o) / i**0.5 for i, o in shapes] if c.base else []
         self.high.append(0.3 + 0.1 * randn(c.heads, c.width))
         self.upstream = randn(*rows).bfloat16()
 
     def leaves(self, dtype: torch.dtype) -> list[Tensor]:
-        """q, k, v, step, momentum, forget, weights, surprises, gain."""
+        """q, k, v, step, momentum, forget, weights, surprises, base, gain."""
         wide = torch.promote_types(dtype, torch.float32)
         both = [x.to(dtype) for x in self.low] + [x.to(wide) for x in self.high]
         return [x.detach().clone().requires_grad_() for x in both]
@@ -89,8 +92,9 @@ class MemoryProblem:
         step, momentum, forget = (tuple(rest[i * n : (i + 1) * n]) for i in range(3))
         gates = Gates(step, momentum, forget)
         fast = FastWeights(tuple(rest[3 * n : 4 * n]), tuple(rest[4 * n : 5 * n]))
+        base = tuple(rest[5 * n : 6 * n]) if self.case.base else None
         with titanmem.backend(memory=form):
-            return memory(q, k, v, gates, fast, gain=rest[-1], chunk_len=self.case.chunk, clip=10.0)
+            return memory(q, k, v, gates, fast, gain=rest[-1], chunk_len=self.case.chunk, clip=10.0, base=base)
 
     def results(self, dtype: torch.dtype, form: str) -> list[Tensor]:
         """y, the final state and every gradient."""

@@ -35,9 +35,9 @@ SIZES = {
     "760m": Size(760e6, 24, 1536, 16, 1.25e-3, 30e9),
     "1.3b": Size(1.3e9, 18, 2048, 8, 7e-4, 100e9),
 }
-# A memory of two matrices that forgets to zero loses its learned start, and with it what its gradients flow through.
-# On text it may forget to its start instead; the paper's sizes, whose kernels forget to zero, begin with steps so small
-# and forget so little that it hardly shows (docs/log.md).
+# A memory of two matrices that forgets to zero loses its learned start, and with it what its gradients flow through. On
+# text it may forget to its start instead. The paper's sizes forget to zero, for which the fastest kernels are made, and
+# begin with steps so small and forget so little that it hardly shows (docs/log.md).
 TEXT_MEMORY, TEXT_GATES = PRESETS["titans-text"], PRESETS["titans-slow"]
 _SMALLER: dict[str, dict[str, Any]] = {  # sizes that are ours
     "tiny": {

@@ -108,23 +108,20 @@ def memory(
             at_border=not pends,
         )  # fmt: skip
     if _is_step(q, k, v, gates, fast, gain, lengths, starts):
-        why = support.why_not(q, gates.channels, fast.start_weight, chunk_len, base)
+        kernel = choice == "triton" and support.why_not(q, gates.channels, fast.start_weight, chunk_len) is None
         with torch.autocast(q.device.type, enabled=False):
-            return memory_step(
-                q, k, v, gates.stacked(), fast, gain, base, chunk_len, residual, clip,
-                kernel=choice == "triton" and why is None,
-            )  # fmt: skip
+            return memory_step(q, k, v, gates.stacked(), fast, gain, base, chunk_len, residual, clip, kernel)
     if starts is None and base is None and delta_fits(fast, gain, chunk_len, clip, gates.channels):
         with torch.autocast(q.device.type, enabled=False):
             return memory_delta(q, k, v, gates.stacked(), fast, residual, lengths)
     how = dict(gain=gain, chunk_len=chunk_len, residual=residual, clip=clip, fresh=fresh, base=base)
     if choice == "triton":
-        why = support.why_not(q, gates.channels, fast.start_weight, chunk_len, base)
+        why = support.why_not(q, gates.channels, fast.start_weight, chunk_len)
         if why is not None:
             if not torch.compiler.is_compiling():
                 support.say_once(why)
             choice = "chunked"
-        elif (first := support.first_piece(q, fast, lengths, starts, chunk_len)) is not None:
+        elif (first := support.first_piece(q, fast, lengths, starts, chunk_len, base is not None)) is not None:
             return _in_two(first, q, k, v, gates, fast, lengths, starts, how)
     form = "triton" if choice == "triton" and fast.pending is None else "chunked"
     call, graded = _flat_call(q, k, v, gates, fast, gain, chunk_len, residual, clip, lengths, starts, fresh, base, form)

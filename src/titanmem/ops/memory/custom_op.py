@@ -106,8 +106,8 @@ def scan(
     if runs_kernels(form, starts, chunk_len):
         from titanmem.ops.memory.kernels import launch
 
-        call = launch.Call(q, k, v, gates, state, fresh, gain, lengths, starts, chunk_len, residual, clip)
-        if whole_tiles(q, weight, chunk_len, lengths):
+        call = launch.Call(q, k, v, gates, state, fresh, base, gain, lengths, starts, chunk_len, residual, clip)
+        if whole_tiles(q, weight, chunk_len, lengths, bool(base)):
             from titanmem.ops.memory.kernels import hopper_launch
 
             return hopper_launch.forward(call, keep and keeps_states(weight, starts))
@@ -159,7 +159,8 @@ def _(
         width = slot_width(tokens, chunk_len, count, offset, starts)
         kept = Kept.room(weight, batch * heads, count, width, chunk_len)
         out += kept.states + kept.products
-    if keep and form == "triton" and keeps_states(weight, starts) and whole_tiles(q, weight, chunk_len, lengths):
+    tiled = form == "triton" and whole_tiles(q, weight, chunk_len, lengths, bool(base))
+    if keep and tiled and keeps_states(weight, starts):
         rows = batch * heads
         out.append(q.new_empty(rows, tokens, 4 * state[0].shape[-1]))
         out += [state[0].new_empty(rows, count, 2, size, chunk_len) for size in (1, 2)]
@@ -221,8 +222,8 @@ def scan_grads(
     if runs_kernels(form, starts, chunk_len):
         from titanmem.ops.memory.kernels import launch
 
-        call = launch.Call(q, k, v, gates, state, fresh, gain, lengths, starts, chunk_len, residual, clip)
-        if whole_tiles(q, state[: len(state) // 2], chunk_len, lengths):
+        call = launch.Call(q, k, v, gates, state, fresh, base, gain, lengths, starts, chunk_len, residual, clip)
+        if whole_tiles(q, state[: len(state) // 2], chunk_len, lengths, bool(base)):
             from titanmem.ops.memory.kernels import hopper_launch
 
             return hopper_launch.backward(call, grad_y, grad_state, kept)

@@ -38,7 +38,7 @@ def memory_step(
     weight = [w.flatten(0, 1) for w in fast.start_weight]
     surprise = [s.flatten(0, 1) for s in fast.start_surprise]
     held = (fast.pending or PendingWrites.empty(fast.start_weight, chunk_len)).claim()
-    if kernel and all(x.is_contiguous() for x in (*held.inputs, *held.errors)):
+    if kernel and base is None and all(x.is_contiguous() for x in (*held.inputs, *held.errors)):
         from titanmem.ops.memory.kernels.step import step_token
 
         out, mix = step_token(q, k, v, gates, weight, surprise, held, gain, residual, clip)

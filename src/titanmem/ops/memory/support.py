@@ -17,9 +17,7 @@ WIDEST = 128  # of a head
 HIDDEN = 1024
 
 
-def why_not(
-    q: Tensor, channels: bool, weight: Sequence[Tensor], chunk_len: int, base: Sequence[Tensor] | None = None
-) -> str | None:
+def why_not(q: Tensor, channels: bool, weight: Sequence[Tensor], chunk_len: int) -> str | None:
     """Why a call has to take the chunked form; None if the kernels can run it."""
     trouble = backend.machine()
     if trouble is not None:
@@ -28,8 +26,6 @@ def why_not(
         return f"the tensors are on {q.device}"
     if len(weight) > 2:
         return f"the memory has {len(weight)} matrices, the kernels know one and two"
-    if base is not None:
-        return "the memory forgets to its start, the kernels forget to zero"
     if channels:
         return "the gates are per channel, the kernels know gates per head"
     if not 16 <= chunk_len <= 256 or chunk_len & (chunk_len - 1):
@@ -43,15 +39,15 @@ def why_not(
     return None
 
 
-def square_tiles(q: Tensor, weight: Sequence[Tensor], chunk_len: int) -> bool:
-    """Whether the Hopper kernels are made for a memory: all its tiles are 64 × 64."""
-    square = len(weight) == 2 and chunk_len == q.shape[-1] == 64 and weight[0].shape[-1] in (64, 128, 256)
+def square_tiles(q: Tensor, weight: Sequence[Tensor], chunk_len: int, base: bool) -> bool:
+    """Whether the Hopper kernels are made for a memory: all its tiles are 64 × 64, and it forgets to zero."""
+    square = not base and len(weight) == 2 and chunk_len == q.shape[-1] == 64 and weight[0].shape[-1] in (64, 128, 256)
     return square and q.dtype == torch.bfloat16 and q.is_cuda and backend.hopper()
 
 
-def whole_tiles(q: Tensor, weight: Sequence[Tensor], chunk_len: int, lengths: Tensor | None) -> bool:
+def whole_tiles(q: Tensor, weight: Sequence[Tensor], chunk_len: int, lengths: Tensor | None, base: bool) -> bool:
     """Whether a call of the kernels takes the Hopper kernels; documents begin on chunk borders in both."""
-    return lengths is None and q.shape[1] % chunk_len == 0 and square_tiles(q, weight, chunk_len)
+    return lengths is None and q.shape[1] % chunk_len == 0 and square_tiles(q, weight, chunk_len, base)
 
 
 def keeps_states(weight: Sequence[Tensor], starts: Tensor | None) -> bool:
@@ -67,7 +63,7 @@ def say_once(why: str) -> None:
 
 
 def first_piece(
-    q: Tensor, fast: FastWeights, lengths: Tensor | None, starts: Tensor | None, chunk_len: int
+    q: Tensor, fast: FastWeights, lengths: Tensor | None, starts: Tensor | None, chunk_len: int, base: bool
 ) -> int | None:
     """How many tokens to run apart, so that the rest begins on a border and is not too long; None: all in one call.
 
@@ -75,7 +71,8 @@ def first_piece(
     whole chunk runs apart where the chunks before it can have the Hopper kernels."""
     tokens = q.shape[1]
     left = tokens % chunk_len
-    if fast.pending is None and lengths is None and 0 < left < tokens and square_tiles(q, fast.start_weight, chunk_len):
+    tiled = fast.pending is None and lengths is None and square_tiles(q, fast.start_weight, chunk_len, base)
+    if tiled and 0 < left < tokens:
         return tokens - left
     if torch.compiler.is_compiling() or starts is not None:
         return None

@@ -10,6 +10,7 @@ Buffers (N rows = batch · heads, L matrices, C slots a chunk, Tp = count · C; 
     x2, d1, d2     [N, Tp, ·]          norms            [N, count, L, 2, C]   ‖x‖², ‖d‖²
     at_w*, at_s*   [N, count, I, O]    steps            [N, count, L, C]      clipped
     w*, s*         [N, I, O]           shares           [N, count, L, 5, C]   see `gate_rows`
+    base*          [H, I, O]
 
 With one matrix there is no hidden layer: d1 is the last error, the second matrix of everything is not touched.
 """
@@ -19,17 +20,26 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from titanmem.ops.memory.kernels.network import add_dot, dot, gelu_and_slope, gelu_slope_curve, key_error, norm_pullback
+from titanmem.ops.memory.kernels.network import (
+    add_dot,
+    dot,
+    gelu_and_slope,
+    gelu_slope_curve,
+    key_error,
+    norm_pullback,
+    whole,
+)
 
 
 @triton.jit
 def write_chunks(
-    k, v, step, gain, shares, lengths, resets, fresh_w1, fresh_s1, fresh_w2, fresh_s2,
+    k, v, step, gain, base1, base2, shares, lengths, resets, fresh_w1, fresh_s1, fresh_w2, fresh_s2,
     w1, s1, w2, s2, at_w1, at_s1, at_w2, at_s2, x2, d1, d2, norms, steps, slopes, bends, units, misses, inv_stds,
     tokens, heads, count, clip,
     WIDTH: tl.constexpr, D: tl.constexpr, HIDDEN: tl.constexpr, DEPTH: tl.constexpr, CHUNK: tl.constexpr,
     TILE: tl.constexpr, SLICE: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr, CLIP: tl.constexpr,
-    EVEN: tl.constexpr, RAGGED: tl.constexpr, RESETS: tl.constexpr, KEEP: tl.constexpr, EXACT: tl.constexpr,
+    EVEN: tl.constexpr, RAGGED: tl.constexpr, RESETS: tl.constexpr, BASE: tl.constexpr, KEEP: tl.constexpr,
+    EXACT: tl.constexpr,
 ):  # fmt: skip
     """Write all tokens. w*, s* hold the state before and after. KEEP also stores φ'(Z₁), φ''(Z₁) ∘ E₁,
     ẑ, u and 1/s."""
@@ -47,6 +57,9 @@ def write_chunks(
     s1 += row * matrix
     w2 += row * matrix
     s2 += row * matrix
+    if BASE:
+        base1 += head * matrix
+        base2 += head * matrix
     down = wide[:, None] * HIDDEN + part[None, :]
     up = part[:, None] * D + wide[None, :]
     thin = tile[:, None] * D + wide[None, :]
@@ -74,7 +87,7 @@ def write_chunks(
             x2_norm = tl.zeros([TILE], tl.float32)
             z = tl.zeros([TILE, D], tl.float32)
             for f in range(0, HIDDEN, SLICE):
-                before = dot(keys, tl.load(w1 + f + down).to(operand), EXACT)
+                before = dot(keys, whole(w1, base1, f + down, operand, BASE), EXACT)
                 if DEPTH == 2:
                     if KEEP:
                         active, slope, curve = gelu_slope_curve(before, EXACT)
@@ -86,7 +99,7 @@ def write_chunks(
                     x2_norm += tl.sum(active * active, 1)
                     active = active.to(operand)
                     tl.store(x2 + slot * HIDDEN + f + fat, active)
-                    z += dot(active, tl.load(w2 + f * D + up).to(operand), EXACT)
+                    z += dot(active, whole(w2, base2, f * D + up, operand, BASE), EXACT)
                 else:
                     z = before
             keys_f = keys.to(tl.float32)
@@ -103,7 +116,7 @@ def write_chunks(
                 d1_norm = tl.zeros([TILE], tl.float32)
                 tl.store(d2 + slot * D + thin, last)
                 for f in range(0, HIDDEN, SLICE):
-                    back = dot(last, tl.trans(tl.load(w2 + f * D + up).to(operand)), EXACT)
+                    back = dot(last, tl.trans(whole(w2, base2, f * D + up, operand, BASE)), EXACT)
                     hidden = slot * HIDDEN + f
                     if KEEP:
                         tl.store(bends + hidden + fat, (back * tl.load(bends + hidden + fat)).to(operand))
@@ -202,22 +215,23 @@ def end_shares(shares, place, CHUNK: tl.constexpr):
 
 @triton.jit
 def write_chunks_backward(
-    q, k, gain, shares, steps, norms, lengths, resets, at_w1, at_s1, at_w2, at_s2, x2, d1, d2,
+    q, k, gain, base1, base2, shares, steps, norms, lengths, resets, at_w1, at_s1, at_w2, at_s2, x2, d1, d2,
     slopes, bends, units, misses, inv_stds, q2, grad_1, grad_2, grad_x1, grad_x2, grad_d1, grad_d2,
     grad_steps, grad_shares, grad_ends,
-    grad_w1, grad_s1, grad_w2, grad_s2, fresh_w1, fresh_s1, fresh_w2, fresh_s2,
+    grad_w1, grad_s1, grad_w2, grad_s2, fresh_w1, fresh_s1, fresh_w2, fresh_s2, grad_base1, grad_base2,
     grad_k, grad_v, grad_gain, part_e, part_z1, part_z2,
     tokens, heads, count, clip,
     WIDTH: tl.constexpr, D: tl.constexpr, HIDDEN: tl.constexpr, DEPTH: tl.constexpr, CHUNK: tl.constexpr,
     TILE: tl.constexpr, SLICE: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr, CLIP: tl.constexpr,
-    EVEN: tl.constexpr, RAGGED: tl.constexpr, RESETS: tl.constexpr, EXACT: tl.constexpr,
+    EVEN: tl.constexpr, RAGGED: tl.constexpr, RESETS: tl.constexpr, BASE: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """The chunks from last to first.
 
     In: what the reads handed back (grad_x*, grad_d*, grad_steps, grad_shares; dY_l in grad_1, grad_2) and the gradients
     of the state after the call in grad_w*, grad_s*. Out: grad_k, grad_v, grad_steps of the unclipped steps, grad_shares
     complete, grad_ends of whole chunks, grad_gain [N, D], the gradients of the state before the call in grad_w*,
-    grad_s* and of the fresh state in fresh_* [N, I, O]. part_* [N, C, ·] are scratch."""
+    grad_s* and of the fresh state in fresh_* [N, I, O], those of the base, added to what is there, in grad_base*
+    [N, I, O]. part_* [N, C, ·] are scratch."""
     row = tl.program_id(0).to(tl.int64)
     batch, head = row // heads, row % heads
     length = tl.load(lengths + batch) if RAGGED else tokens
@@ -232,6 +246,11 @@ def write_chunks_backward(
     grad_s1 += row * matrix
     grad_w2 += row * matrix
     grad_s2 += row * matrix
+    if BASE:
+        base1 += head * matrix
+        base2 += head * matrix
+        grad_base1 += row * matrix
+        grad_base2 += row * matrix
     part_e += row * (CHUNK * HIDDEN)
     part_z1 += row * (CHUNK * HIDDEN)
     part_z2 += row * (CHUNK * D)
@@ -322,7 +341,8 @@ def write_chunks_backward(
                     tl.store(grad_d1 + hidden + fat, to_errors * tl.load(bends + hidden + fat).to(tl.float32))
                     to_back = (to_errors * tl.load(slopes + hidden + fat).to(tl.float32)).to(operand)
                     tl.store(part_e + t * HIDDEN + f + fat, to_back)
-                    to_last = add_dot(to_last, to_back, tl.load(at_w2 + state + f * D + up), EXACT)
+                    weight = whole(at_w2 + state, base2, f * D + up, operand, BASE)
+                    to_last = add_dot(to_last, to_back, weight, EXACT)
             to_miss = 2.0 * to_last
             to_z = to_miss
             if NORM:
@@ -352,14 +372,16 @@ def write_chunks_backward(
                     hidden = slot * HIDDEN + f
                     inputs = tl.load(x2 + hidden + fat).to(tl.float32)
                     to_inputs = tl.load(grad_x2 + hidden + fat) - pull_x2[:, None] * inputs
-                    to_inputs = add_dot(to_inputs, to_z, tl.trans(tl.load(at_w2 + state + f * D + up)), EXACT)
+                    weight = whole(at_w2 + state, base2, f * D + up, operand, BASE)
+                    to_inputs = add_dot(to_inputs, to_z, tl.trans(weight), EXACT)
                     to_before = to_inputs * tl.load(slopes + hidden + fat).to(tl.float32)
                     to_before = (to_before + tl.load(grad_d1 + hidden + fat)).to(operand)
                     tl.store(part_z1 + t * HIDDEN + f + fat, to_before)
                 tl.debug_barrier()
             for f in range(0, HIDDEN, SLICE):
                 to_before = tl.load(part_z1 + t * HIDDEN + f + fat)
-                to_keys = add_dot(to_keys, to_before, tl.trans(tl.load(at_w1 + state + f + down)), EXACT)
+                weight = whole(at_w1 + state, base1, f + down, operand, BASE)
+                to_keys = add_dot(to_keys, to_before, tl.trans(weight), EXACT)
             store_rows(grad_k + here, rows, to_keys, real, EVEN)
         tl.debug_barrier()
 
@@ -379,6 +401,7 @@ def write_chunks_backward(
             to_carry += tl.sum(surprise * grad_s)
             grad_s = carry * grad_s + drift * grad_w
             grad_w *= share
+            grad_b = tl.zeros([D, SLICE], tl.float32)
             for t in range(0, CHUNK, TILE):
                 spot = t + tile
                 here = ((batch * tokens + begin + t) * heads + head) * D
@@ -391,7 +414,12 @@ def write_chunks_backward(
                 grad_w = add_dot(grad_w, by_weight.to(operand), upstream, EXACT)
                 by_surprise = query * tl.load(shares + (place * DEPTH * 5 + 1) * CHUNK + spot)[None, :]
                 grad_s = add_dot(grad_s, by_surprise.to(operand), upstream, EXACT)
-                grad_w = add_dot(grad_w, keys, tl.load(part_z1 + t * HIDDEN + f + fat), EXACT)
+                anchor = dot(-keys, tl.load(part_z1 + t * HIDDEN + f + fat), EXACT)  # differences, as in `add_dot`
+                grad_w -= anchor
+                if BASE:
+                    grad_b = add_dot(grad_b - anchor, query.to(operand), upstream, EXACT)
+            if BASE:
+                tl.store(grad_base1 + f + down, tl.load(grad_base1 + f + down) + grad_b)
             if RESETS:
                 hand_over(fresh_w1 + row * matrix + f + down, grad_w, reset)
                 hand_over(fresh_s1 + row * matrix + f + down, grad_s, reset)
@@ -417,6 +445,7 @@ def write_chunks_backward(
                 to_carry += tl.sum(surprise * grad_s)
                 grad_s = carry * grad_s + drift * grad_w
                 grad_w *= share
+                grad_b = tl.zeros([SLICE, D], tl.float32)
                 for t in range(0, CHUNK, TILE):
                     spot = t + tile
                     slot = place * CHUNK + t
@@ -428,9 +457,15 @@ def write_chunks_backward(
                     by_surprise = query * tl.load(shares + ((place * 2 + 1) * 5 + 1) * CHUNK + spot)[None, :]
                     grad_s = add_dot(grad_s, by_surprise.to(operand), upstream, EXACT)
                     inputs = tl.load(x2 + slot * HIDDEN + f + over)
-                    grad_w = add_dot(grad_w, inputs, tl.load(part_z2 + t * D + thin), EXACT)
+                    anchor = dot(-inputs, tl.load(part_z2 + t * D + thin), EXACT)
+                    grad_w -= anchor
                     to_back = tl.load(part_e + t * HIDDEN + f + over)
-                    grad_w = add_dot(grad_w, to_back, tl.load(d2 + slot * D + thin), EXACT)
+                    through_back = dot(-to_back, tl.load(d2 + slot * D + thin), EXACT)
+                    grad_w -= through_back
+                    if BASE:
+                        grad_b = add_dot(grad_b - anchor - through_back, query.to(operand), upstream, EXACT)
+                if BASE:
+                    tl.store(grad_base2 + f * D + up, tl.load(grad_base2 + f * D + up) + grad_b)
                 if RESETS:
                     hand_over(fresh_w2 + row * matrix + f * D + up, grad_w, reset)
                     hand_over(fresh_s2 + row * matrix + f * D + up, grad_s, reset)

@@ -58,6 +58,7 @@ class Call:
         gates: list[Tensor],
         state: list[Tensor],
         fresh: list[Tensor],
+        base: list[Tensor],
         gain: Tensor | None,
         lengths: Tensor | None,
         starts: Tensor | None,
@@ -75,7 +76,7 @@ class Call:
         self.q, self.k, self.v = (pad(x, padded) for x in (q, k, v))
         self.gain = None if gain is None else pad(gain, padded)
         self.step, self.momentum, self.forget = (x.contiguous() for x in gates)
-        self.state, self.fresh = self.pad_state(state), self.pad_state(fresh)
+        self.state, self.fresh, self.base = self.pad_state(state), self.pad_state(fresh), self.pad_state(base)
         self.lengths = None if lengths is None else lengths.to(torch.int32)
         self.starts = starts
         self.resets = None if starts is None else self._resets(starts, lengths, chunk_len)
@@ -84,7 +85,9 @@ class Call:
             TILE=s.tile, SLICE=slice_, EVEN=lengths is None and tokens % chunk_len == 0, RAGGED=lengths is not None,
             EXACT=q.dtype == torch.float32,
         )  # fmt: skip
-        self.network: dict[str, Any] = dict(WIDTH=width, NORM=gain is not None, RESIDUAL=residual)
+        self.network: dict[str, Any] = dict(
+            WIDTH=width, NORM=gain is not None, RESIDUAL=residual, BASE=bool(base)
+        )  # fmt: skip
         self.writing: dict[str, Any] = dict(clip=clip, CLIP=clip > 0, RESETS=starts is not None)
         self.pairs = min(8, triton.next_power_of_2(heads * depth))
 
@@ -105,6 +108,11 @@ class Call:
             first, last = index % s.depth == 0, index % s.depth == s.depth - 1
             out.append(x[..., : width if first else hidden, : width if last else hidden].contiguous())
         return out
+
+    @property
+    def base_pair(self) -> tuple[Tensor | None, Tensor | None]:
+        """The base's first and last matrix."""
+        return (self.base[0], self.base[-1]) if self.base else (None, None)
 
     @staticmethod
     def _resets(starts: Tensor, lengths: Tensor | None, chunk_len: int) -> Tensor:
@@ -168,8 +176,9 @@ class Call:
         aw1, aw2, as1, as2 = _four(self.at)
         fw1, fw2, fs1, fs2 = _four(self.fresh) if self.resets is not None else (None,) * 4
         key_kernels.write_chunks[(s.rows,)](
-            self.k, self.v, self.step, self.gain, self.shares, self.lengths, self.resets, fw1, fs1, fw2, fs2,
-            w1, s1, w2, s2, aw1, as1, aw2, as2, self.x2, self.d1, self.d2, self.norms, self.steps, *kept,
+            self.k, self.v, self.step, self.gain, *self.base_pair, self.shares, self.lengths, self.resets,
+            fw1, fs1, fw2, fs2, w1, s1, w2, s2, aw1, as1, aw2, as2,
+            self.x2, self.d1, self.d2, self.norms, self.steps, *kept,
             **self.sizes, **self.network, **self.writing, KEEP=keep, **options("write_chunks"),
         )  # fmt: skip
 
@@ -182,8 +191,8 @@ class Call:
         self.before = self.slots(s.width) if keep else self.d1
         w1, w2, s1, s2 = _four(self.at)
         query_kernels.read_chunks[(s.count * s.tiles, s.rows)](
-            self.q, self.k, self.gain, self.blend, self.shares, self.steps, self.lengths, w1, s1, w2, s2,
-            self.x2, self.d1, self.d2, y, self.q2, self.slopes, self.before,
+            self.q, self.k, self.gain, *self.base_pair, self.blend, self.shares, self.steps, self.lengths,
+            w1, s1, w2, s2, self.x2, self.d1, self.d2, y, self.q2, self.slopes, self.before,
             **self.sizes, **self.network, KEEP=keep, **options("read_chunks", s.width),
         )  # fmt: skip
         return y
@@ -260,7 +269,7 @@ def forward(call: Call, pends: bool) -> list[Tensor]:
 
 
 def backward(call: Call, grad_y: Tensor, grad_state: list[Tensor], grad_pending: list[Tensor]) -> list[Tensor]:
-    """Gradients of q, k, v, gates, state, fresh, gain, in this order."""
+    """Gradients of q, k, v, gates, state, fresh, base, gain, in this order."""
     s = call.shape
     call.gate(keep=True)
     call.write(keep=True)
@@ -273,8 +282,8 @@ def backward(call: Call, grad_y: Tensor, grad_state: list[Tensor], grad_pending:
     w1, w2, s1, s2 = _four(call.at)
     grid = (s.count * s.tiles, s.rows)
     query_kernels.read_chunks_queries_backward[grid](
-        pad(grad_y, s.width), call.q, call.k, call.gain, call.blend, call.shares, call.steps, call.lengths,
-        w1, s1, w2, s2, call.x2, call.d1, call.d2, call.q2, call.slopes, call.before,
+        pad(grad_y, s.width), call.q, call.k, call.gain, *call.base_pair, call.blend, call.shares, call.steps,
+        call.lengths, w1, s1, w2, s2, call.x2, call.d1, call.d2, call.q2, call.slopes, call.before,
         grad_q, grad_1, grad_2, grad_blend, grad_shares, gain_parts,
         **call.sizes, **call.network, **options("read_chunks_queries_backward"),
     )  # fmt: skip
@@ -297,21 +306,24 @@ def backward(call: Call, grad_y: Tensor, grad_state: list[Tensor], grad_pending:
     grad_fresh = [torch.zeros_like(x) for x in grad_after] if call.resets is not None else grad_after
     gw1, gw2, gs1, gs2 = _four(grad_after)
     fw1, fw2, fs1, fs2 = _four(grad_fresh)
+    grad_base = [torch.zeros_like(x) for x in grad_after[: s.depth]] if call.base else []
     grad_k, grad_v = torch.zeros_like(call.k), torch.zeros_like(call.v)
     grad_gain = call.q.new_empty(s.rows, s.width, dtype=torch.float32)
     room = call.q.new_empty(2, s.rows, s.chunk, inner)
     key_kernels.write_chunks_backward[(s.rows,)](
-        call.q, call.k, call.gain, call.shares, call.steps, call.norms, call.lengths, call.resets,
+        call.q, call.k, call.gain, *call.base_pair, call.shares, call.steps, call.norms, call.lengths, call.resets,
         w1, s1, w2, s2, call.x2, call.d1, call.d2, *call.kept, call.q2, grad_1, grad_2,
         grad_x1, grad_x2, grad_d1, grad_d2, grad_steps, grad_shares, grad_ends, gw1, gs1, gw2, gs2,
-        fw1, fs1, fw2, fs2, grad_k, grad_v, grad_gain, room[0], room[1], call.q.new_empty(s.rows, s.chunk, s.width),
+        fw1, fs1, fw2, fs2, *((grad_base[0], grad_base[-1]) if grad_base else (None, None)),
+        grad_k, grad_v, grad_gain, room[0], room[1], call.q.new_empty(s.rows, s.chunk, s.width),
         **call.sizes, **call.network, **call.writing, **options("write_chunks_backward"),
     )  # fmt: skip
     width = call.given[0]
     out = [x[..., :width].contiguous() for x in (grad_q, grad_k, grad_v)]
     out += gates_backward(call, grad_blend, grad_shares, grad_ends, grad_steps)
-    into_fresh = [] if call.resets is None else [x.unflatten(0, (-1, s.heads)).sum(0) for x in grad_fresh]
-    return out + state_and_gain_grads(call, grad_after, gain_parts, grad_gain, into_fresh)
+    shared = [*(grad_fresh if call.resets is not None else []), *grad_base]
+    into_shared = [x.unflatten(0, (-1, s.heads)).sum(0) for x in shared]
+    return out + state_and_gain_grads(call, grad_after, gain_parts, grad_gain, into_shared)
 
 
 def gates_backward(
@@ -334,13 +346,14 @@ def gates_backward(
 
 
 def state_and_gain_grads(
-    call: Call, grad_after: list[Tensor], gain_parts: Tensor, grad_gain: Tensor, into_fresh: list[Tensor] | None = None
+    call: Call, grad_after: list[Tensor], gain_parts: Tensor, grad_gain: Tensor, shared: list[Tensor] | None = None
 ) -> list[Tensor]:
-    """Gradients of the state, the fresh state and the gain, those that the call has."""
+    """Gradients of the state, of what all rows share (the fresh state, the base) and the gain, those that the call
+    has."""
     heads, width = call.shape.heads, call.given[0]
     out = call.trim_state([x.unflatten(0, (-1, heads)) for x in grad_after])
-    if into_fresh:
-        out += call.trim_state(into_fresh)
+    if shared:
+        out += call.trim_state(shared)
     if call.gain is not None:
         both = gain_parts.sum(1).unflatten(0, (-1, heads)).sum(0) + grad_gain.unflatten(0, (-1, heads)).sum(0)
         out.append(both[:, :width].to(call.gain.dtype).contiguous())

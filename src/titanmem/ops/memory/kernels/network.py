@@ -34,6 +34,15 @@ def add_dot(total, a, b, EXACT: tl.constexpr):
 
 
 @triton.jit
+def whole(weight, base, tile, operand: tl.constexpr, BASE: tl.constexpr):
+    """A tile of a network's matrix: the weight's and, where there is one, the base's."""
+    value = tl.load(weight + tile)
+    if BASE:
+        value = value.to(tl.float32) + tl.load(base + tile)
+    return value.to(operand)
+
+
+@triton.jit
 def cdf_pdf(z, EXACT: tl.constexpr):
     """Φ(z) and φ_N(z). For bf16 operands Φ is a rational times the same exponential (Abramowitz & Stegun 7.1.26, within
     8·10⁻⁸), which needs fewer instructions than erf."""

@@ -12,11 +12,12 @@ from titanmem.ops.memory.kernels.network import dot, gelu, gelu_and_slope, norm_
 
 @triton.jit
 def read_chunks(
-    q, k, gain, blend, shares, steps, lengths, at_w1, at_s1, at_w2, at_s2, x2, d1, d2, y, q2, slopes, before,
+    q, k, gain, base1, base2, blend, shares, steps, lengths, at_w1, at_s1, at_w2, at_s2, x2, d1, d2,
+    y, q2, slopes, before,
     tokens, heads, count,
     WIDTH: tl.constexpr, D: tl.constexpr, HIDDEN: tl.constexpr, DEPTH: tl.constexpr, CHUNK: tl.constexpr,
     TILE: tl.constexpr, SLICE: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr,
-    EVEN: tl.constexpr, RAGGED: tl.constexpr, KEEP: tl.constexpr, EXACT: tl.constexpr,
+    EVEN: tl.constexpr, RAGGED: tl.constexpr, BASE: tl.constexpr, KEEP: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """y [B, T, H, D]; with KEEP, q2, slopes and before for the backward pass in its place. With several tiles a chunk,
     q2 is scratch."""
@@ -50,10 +51,15 @@ def read_chunks(
         share2, drift2 = load_shares(shares, first + 1, spot, CHUNK)
     out = tl.zeros([TILE, D], tl.float32)
     score2 = tl.zeros([TILE, TILE], tl.float32)
+    if BASE:
+        base1 += head * (D * HIDDEN)
+        base2 += head * (D * HIDDEN)
 
     for f in range(0, HIDDEN, SLICE):
         value = share1 * dot(query, tl.load(at_w1 + state + f + down), EXACT)
         value += drift1 * dot(query, tl.load(at_s1 + state + f + down), EXACT)
+        if BASE:
+            value += dot(query, tl.load(base1 + f + down).to(operand), EXACT)
         for other in range(0, turn + 1):
             past = other * TILE
             keys = load_rows(k + start + past * heads * D, across, (begin + past + tile < length)[None, :], EVEN)
@@ -71,6 +77,8 @@ def read_chunks(
                 tl.store(q2 + mine * HIDDEN + f + fat, active)
             out += share2 * dot(active, tl.load(at_w2 + state + f * D + up), EXACT)
             out += drift2 * dot(active, tl.load(at_s2 + state + f * D + up), EXACT)
+            if BASE:
+                out += dot(active, tl.load(base2 + f * D + up).to(operand), EXACT)
             if tiles == 1:
                 inputs = tl.load(x2 + mine * HIDDEN + f + part[:, None] + tile[None, :] * HIDDEN)
                 score2 += dot(active, inputs, EXACT)
@@ -134,12 +142,12 @@ def hidden_score(q2, x2, HIDDEN: tl.constexpr, SLICE: tl.constexpr, TILE: tl.con
 
 @triton.jit
 def read_chunks_queries_backward(
-    grad_y, q, k, gain, blend, shares, steps, lengths, at_w1, at_s1, at_w2, at_s2, x2, d1, d2, q2, slopes, before,
-    grad_q, grad_1, grad_2, grad_blend, grad_shares, grad_gain,
+    grad_y, q, k, gain, base1, base2, blend, shares, steps, lengths, at_w1, at_s1, at_w2, at_s2, x2, d1, d2,
+    q2, slopes, before, grad_q, grad_1, grad_2, grad_blend, grad_shares, grad_gain,
     tokens, heads, count,
     WIDTH: tl.constexpr, D: tl.constexpr, HIDDEN: tl.constexpr, DEPTH: tl.constexpr, CHUNK: tl.constexpr,
     TILE: tl.constexpr, SLICE: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr,
-    EVEN: tl.constexpr, RAGGED: tl.constexpr, EXACT: tl.constexpr,
+    EVEN: tl.constexpr, RAGGED: tl.constexpr, BASE: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """From grad_y to grad_q, to dY_l, to the gradients of G_l (grad_blend) and of the shares (first two rows), and to
     the gain's, [N, count · tiles, D], still to be summed."""
@@ -177,6 +185,10 @@ def read_chunks_queries_backward(
 
     from_weight = tl.zeros([TILE, D], tl.float32)
     from_surprise = tl.zeros([TILE, D], tl.float32)
+    from_base = tl.zeros([TILE, D], tl.float32)
+    if BASE:
+        base1 += head * (D * HIDDEN)
+        base2 += head * (D * HIDDEN)
     if DEPTH == 2:
         tl.store(grad_2 + mine * D + thin, out)
         share, drift = load_shares(shares, first + 1, spot, CHUNK)
@@ -190,6 +202,8 @@ def read_chunks_queries_backward(
             by = dot(out, tl.trans(tl.load(at_s2 + state + f * D + up)), EXACT)
             to_drift += tl.sum(by * active, 1)
             back += drift * by
+            if BASE:
+                back += dot(out, tl.trans(tl.load(base2 + f * D + up).to(operand)), EXACT)
             for other in range(0, turn + 1):
                 past = place * CHUNK + other * TILE
                 mix = blend_tile(blend, steps, first + 1, spot, other * TILE + tile, CHUNK)
@@ -199,6 +213,8 @@ def read_chunks_queries_backward(
             tl.store(grad_1 + mine * HIDDEN + f + fat, back)
             from_weight += dot(back, tl.trans(tl.load(at_w1 + state + f + down)), EXACT)
             from_surprise += dot(back, tl.trans(tl.load(at_s1 + state + f + down)), EXACT)
+            if BASE:
+                from_base += dot(back, tl.trans(tl.load(base1 + f + down).to(operand)), EXACT)
         tl.store(grad_shares + (first + 1) * 5 * CHUNK + spot, to_share)
         tl.store(grad_shares + ((first + 1) * 5 + 1) * CHUNK + spot, to_drift)
         tl.debug_barrier()
@@ -206,13 +222,15 @@ def read_chunks_queries_backward(
         tl.store(grad_1 + mine * D + thin, out)
         from_weight = dot(out, tl.trans(tl.load(at_w1 + state + down)), EXACT)
         from_surprise = dot(out, tl.trans(tl.load(at_s1 + state + down)), EXACT)
+        if BASE:
+            from_base = dot(out, tl.trans(tl.load(base1 + down).to(operand)), EXACT)
 
     query = load_rows(q + here, rows, real, EVEN)
     query_f = query.to(tl.float32)
     tl.store(grad_shares + first * 5 * CHUNK + spot, tl.sum(from_weight * query_f, 1))
     tl.store(grad_shares + (first * 5 + 1) * CHUNK + spot, tl.sum(from_surprise * query_f, 1))
     share, drift = load_shares(shares, first, spot, CHUNK)
-    total = share * from_weight + drift * from_surprise
+    total = share * from_weight + drift * from_surprise + from_base
     for other in range(0, turn + 1):
         past = place * CHUNK + other * TILE
         square = grad_blend + first * CHUNK * CHUNK + other * TILE + spot[:, None] * CHUNK + tile[None, :]
