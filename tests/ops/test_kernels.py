@@ -117,22 +117,21 @@ def test_pieces_that_end_inside_a_chunk():
     check(tokens=60, width=16, hidden=16, how={"cuts": (5, 32)})
 
 
-@pytest.mark.parametrize(("depth", "hidden"), [(1, 16), (2, 16), (2, 70)])
-def test_single_tokens_from_other_offsets_in_every_row(depth, hidden):
+@pytest.mark.parametrize(("depth", "hidden", "base"), [(1, 16, True), (2, 16, False), (2, 70, True)])
+def test_single_tokens_from_other_offsets_in_every_row(depth, hidden, base):
     """Through the end of a chunk in one row, far from it in the other."""
-    problem = as_type(make_problem(tokens=34, width=20, hidden=hidden, depth=depth), torch.float32)
+    problem = as_type(make_problem(tokens=34, width=20, hidden=hidden, depth=depth, base=base), torch.float32)
+    how = {"gain": problem.gain, "base": problem.base, "chunk_len": 16, "clip": 0.5}
     results = []
     with torch.no_grad():
         for form in ("chunked", "triton"):
             with titanmem.backend(memory="chunked"):
-                y, fast = memory(
-                    *problem.part(0, 30), problem.fast, gain=problem.gain, chunk_len=16, clip=0.5,
-                    lengths=torch.tensor([30, 5], device=DEVICE),
-                )  # fmt: skip
+                lengths = torch.tensor([30, 5], device=DEVICE)
+                y, fast = memory(*problem.part(0, 30), problem.fast, lengths=lengths, **how)
             outputs = []
             for t in range(30, 34):
                 with titanmem.backend(memory=form):
-                    y, fast = memory(*problem.part(t, t + 1), fast, gain=problem.gain, chunk_len=16, clip=0.5)
+                    y, fast = memory(*problem.part(t, t + 1), fast, **how)
                 outputs.append(y)
             results.append([torch.cat(outputs, 1), *(x.float() for _, x in fast.tensors())])
     for a, b in zip(*results, strict=True):

@@ -38,10 +38,10 @@ def memory_step(
     weight = [w.flatten(0, 1) for w in fast.start_weight]
     surprise = [s.flatten(0, 1) for s in fast.start_surprise]
     held = (fast.pending or PendingWrites.empty(fast.start_weight, chunk_len)).claim()
-    if kernel and base is None and all(x.is_contiguous() for x in (*held.inputs, *held.errors)):
+    if kernel and all(x.is_contiguous() for x in (*held.inputs, *held.errors)):
         from titanmem.ops.memory.kernels.step import step_token
 
-        out, mix = step_token(q, k, v, gates, weight, surprise, held, gain, residual, clip)
+        out, mix = step_token(q, k, v, gates, weight, surprise, held, gain, base, residual, clip)
         return out, _fold_full(replace(fast, pending=held.advanced(mix)), chunk_len)
     key, query, value = (x.reshape(rows, 1, width).to(dtype) for x in (k, q, v))
     scale = None if gain is None else (gain if batch == 1 else gain.repeat(batch, 1)).to(dtype).unsqueeze(1)

@@ -6,6 +6,8 @@ factors go into the chunk's next slot, in place.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -17,10 +19,11 @@ from titanmem.state import PendingWrites
 
 @triton.jit
 def step_rows(
-    q, k, v, step, momentum, forget, gain, w1, s1, w2, s2, x1, x2, d1, d2, mix1, mix2, new_mix1, new_mix2, offset, y,
-    heads, clip,
+    q, k, v, step, momentum, forget, gain, base1, base2, w1, s1, w2, s2, x1, x2, d1, d2,
+    mix1, mix2, new_mix1, new_mix2, offset, y, heads, clip,
     WIDTH: tl.constexpr, D: tl.constexpr, HIDDEN: tl.constexpr, DEPTH: tl.constexpr, CHUNK: tl.constexpr,
     SLICE: tl.constexpr, SLOTS: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr, CLIP: tl.constexpr,
+    BASE: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     head = row % heads
@@ -34,6 +37,7 @@ def step_rows(
     if NORM:
         scale = tl.load(gain + head * WIDTH + wide, mask=inside, other=0.0).to(tl.float32)
     matrix = row * WIDTH * HIDDEN
+    shared = head * WIDTH * HIDDEN
     down = wide[:, None] * HIDDEN + part[None, :]
     up = part[:, None] * WIDTH + wide[None, :]
     place = row * CHUNK + slot
@@ -43,14 +47,14 @@ def step_rows(
     x2_norm = 0.0
     for f in range(0, HIDDEN, SLICE):
         real = f + part < HIDDEN
-        weight = tl.load(w1 + matrix + f + down, mask=inside[:, None] & real[None, :], other=0.0)
+        weight = _load(w1 + matrix, base1, shared, f + down, 1.0, inside[:, None] & real[None, :], BASE)
         before = tl.sum(key[:, None] * weight, 0)
         if DEPTH == 2:
             active, slope = gelu_and_slope(before, True)
             x2_norm += tl.sum(active * active)
             tl.store(x2 + place * HIDDEN + f + part, active, mask=real)
             tl.store(d1 + place * HIDDEN + f + part, slope, mask=real)
-            weight = tl.load(w2 + matrix + f * WIDTH + up, mask=real[:, None] & inside[None, :], other=0.0)
+            weight = _load(w2 + matrix, base2, shared, f * WIDTH + up, 1.0, real[:, None] & inside[None, :], BASE)
             z += tl.sum(active[:, None] * weight, 0)
         else:
             z = before
@@ -77,7 +81,7 @@ def step_rows(
         d1_norm = 0.0
         for f in range(0, HIDDEN, SLICE):
             real = f + part < HIDDEN
-            weight = tl.load(w2 + matrix + f * WIDTH + up, mask=real[:, None] & inside[None, :], other=0.0)
+            weight = _load(w2 + matrix, base2, shared, f * WIDTH + up, 1.0, real[:, None] & inside[None, :], BASE)
             back = tl.load(d1 + place * HIDDEN + f + part, mask=real, other=0.0) * tl.sum(weight * error[None, :], 1)
             d1_norm += tl.sum(back * back)
             tl.debug_barrier()  # every thread that holds a copy has read it
@@ -112,7 +116,7 @@ def step_rows(
     for f in range(0, HIDDEN, SLICE):
         real = f + part < HIDDEN
         fits = inside[:, None] & real[None, :]
-        read = keep1 * tl.sum(query[:, None] * tl.load(w1 + matrix + f + down, mask=fits, other=0.0), 0)
+        read = tl.sum(query[:, None] * _load(w1 + matrix, base1, shared, f + down, keep1, fits, BASE), 0)
         read += drift1 * tl.sum(query[:, None] * tl.load(s1 + matrix + f + down, mask=fits, other=0.0), 0)
         slots = (row * CHUNK + spot)[:, None] * HIDDEN + f + part[None, :]
         taken = (spot <= slot)[:, None] & real[None, :]
@@ -120,7 +124,8 @@ def step_rows(
         if DEPTH == 2:
             active = tl.where(real, gelu(read, True), 0.0)
             fits = real[:, None] & inside[None, :]
-            out += keep2 * tl.sum(active[:, None] * tl.load(w2 + matrix + f * WIDTH + up, mask=fits, other=0.0), 0)
+            weight = _load(w2 + matrix, base2, shared, f * WIDTH + up, keep2, fits, BASE)
+            out += tl.sum(active[:, None] * weight, 0)
             out += drift2 * tl.sum(active[:, None] * tl.load(s2 + matrix + f * WIDTH + up, mask=fits, other=0.0), 0)
             score2 += tl.sum(tl.load(x2 + slots, mask=taken, other=0.0) * active[None, :], 1)
         else:
@@ -138,6 +143,15 @@ def step_rows(
     if RESIDUAL:
         out += query
     tl.store(y + row * WIDTH + wide, out.to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _load(weight, base, shared, tile, share, mask, BASE: tl.constexpr):
+    """A tile of a network's matrix: a share of the weight and, where there is one, the whole base of its head."""
+    value = share * tl.load(weight + tile, mask=mask, other=0.0)
+    if BASE:
+        value += tl.load(base + shared + tile, mask=mask, other=0.0).to(tl.float32)
+    return value
 
 
 @triton.jit
@@ -171,6 +185,7 @@ def step_token(
     surprise: list[Tensor],
     held: PendingWrites,
     gain: Tensor | None,
+    base: Sequence[Tensor] | None,
     residual: bool,
     clip: float,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -181,13 +196,15 @@ def step_token(
     mix = [x.contiguous() for x in held.mix]
     new = [torch.empty_like(x) for x in mix]
     weight, surprise = ([x.contiguous() for x in xs] for xs in (weight, surprise))
+    fixed = [None] if base is None else [x.contiguous() for x in base]
     padded = max(16, triton.next_power_of_2(width))
     step_rows[(batch * heads,)](
-        q.contiguous(), k.contiguous(), v.contiguous(), *(g.contiguous() for g in gates), gain,
+        q.contiguous(), k.contiguous(), v.contiguous(), *(g.contiguous() for g in gates), gain, fixed[0], fixed[-1],
         weight[0], surprise[0], weight[-1], surprise[-1], held.inputs[0], held.inputs[-1], held.errors[0],
         held.errors[-1], mix[0], mix[-1], new[0], new[-1], held.offset, y,
         heads, clip, WIDTH=width, D=padded, HIDDEN=hidden, DEPTH=depth, CHUNK=chunk,
         SLICE=padded if depth == 1 else min(64, triton.next_power_of_2(hidden)),
-        SLOTS=triton.next_power_of_2(chunk + 2), NORM=gain is not None, RESIDUAL=residual, CLIP=clip > 0, num_warps=8,
+        SLOTS=triton.next_power_of_2(chunk + 2), NORM=gain is not None, RESIDUAL=residual, CLIP=clip > 0,
+        BASE=base is not None, num_warps=8,
     )  # fmt: skip
     return y, tuple(new)
