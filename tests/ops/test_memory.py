@@ -343,5 +343,7 @@ def test_mistakes_are_explained():
         memory(p.q[:, :2], p.k, p.v, p.gates, p.fast)
     with pytest.raises(ValueError, match=r"gates\.step must hold one"):
         memory(*p.part(0, 4)[:3], p.part(0, 3)[3], p.fast)
+    with pytest.raises(ValueError, match="the base's matrices are"):
+        memory(p.q, p.k, p.v, p.gates, p.fast, base=make_problem(hidden=7, base=True).base)
     with pytest.raises(ValueError, match="the state's weights are"):
         memory(p.q, p.k, p.v, p.gates, make_problem(width=5).fast)

@@ -93,7 +93,7 @@ def memory(
     `starts` [B, T] bool: documents begin there, from `fresh` (batch 1). `base`, L × [H, I_l, O_l]: the network's
     matrices are base + weight, so that forgetting leads back to it. Returns y [B, T, H, D] and the new state.
     """
-    _check(q, k, v, gates, fast, chunk_len)
+    _check(q, k, v, gates, fast, chunk_len, base)
     if q.shape[1] == 0:
         return v.new_empty(v.shape), fast
     choice = backend.choose("memory")
@@ -107,7 +107,7 @@ def memory(
             residual=residual, clip=clip, lengths=lengths, starts=starts, fresh=fresh, base=base,
             at_border=not pends,
         )  # fmt: skip
-    if _is_step(q, k, v, gates, fast, gain, lengths, starts):
+    if _is_step(q, k, v, gates, fast, gain, lengths, starts, base):
         kernel = choice == "triton" and support.why_not(q, gates.channels, fast.start_weight, chunk_len) is None
         with torch.autocast(q.device.type, enabled=False):
             return memory_step(q, k, v, gates.stacked(), fast, gain, base, chunk_len, residual, clip, kernel)
@@ -172,13 +172,14 @@ def _is_step(
     gain: Tensor | None,
     lengths: Tensor | None,
     starts: Tensor | None,
+    base: tuple[Tensor, ...] | None,
 ) -> bool:
     """One real token per row, no gradient wanted: the form for decoding fits."""
     if q.shape[1] != 1 or lengths is not None or starts is not None or torch.compiler.is_compiling() or gates.channels:
         return False
     if not torch.is_grad_enabled():
         return True
-    given = [q, k, v, *gates.step, *gates.momentum, *gates.forget, *([] if gain is None else [gain])]
+    given = [q, k, v, *gates.step, *gates.momentum, *gates.forget, *([] if gain is None else [gain]), *(base or ())]
     return not any(x.requires_grad for x in given) and not any(x.requires_grad for _, x in fast.tensors())
 
 
@@ -280,12 +281,20 @@ def memory_read(
         return read(list(weight), rows, scale, residual, q.dtype).transpose(1, 2).to(q.dtype)
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, gates: Gates, fast: FastWeights, chunk_len: int) -> None:
+def _check(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gates: Gates,
+    fast: FastWeights,
+    chunk_len: int,
+    base: tuple[Tensor, ...] | None,
+) -> None:
     if chunk_len < 1:
         raise ValueError(f"chunk_len must be at least 1, got {chunk_len}")
     if not (q.shape == k.shape == v.shape and q.dim() == 4):
-        shapes = ", ".join(str(tuple(x.shape)) for x in (q, k, v))
-        raise ValueError(f"q, k and v must share one shape [B, T, H, D], got {shapes}")
+        given = ", ".join(str(tuple(x.shape)) for x in (q, k, v))
+        raise ValueError(f"q, k and v must share one shape [B, T, H, D], got {given}")
     batch, tokens, heads, width = q.shape
     first, last = fast.start_weight[0], fast.start_weight[-1]
     if first.shape[:3] != (batch, heads, width) or last.shape[3] != width:
@@ -293,6 +302,9 @@ def _check(q: Tensor, k: Tensor, v: Tensor, gates: Gates, fast: FastWeights, chu
             f"the state's weights are {[tuple(w.shape) for w in fast.start_weight]}, but q {tuple(q.shape)} needs "
             f"[{batch}, {heads}, {width}, …] to […, {width}]"
         )
+    shapes = [tuple(w.shape[1:]) for w in fast.start_weight]
+    if base is not None and [tuple(b.shape) for b in base] != shapes:
+        raise ValueError(f"the base's matrices are {[tuple(b.shape) for b in base]}, the state's weights need {shapes}")
     for name in ("step", "momentum", "forget"):
         kind = getattr(gates, name)
         sizes = [tuple(g.shape) for g in kind]
