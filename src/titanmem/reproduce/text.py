@@ -142,6 +142,8 @@ class TextExperiment(SearchedExperiment):
         for index, runs in enumerate(language.by_model(found).values()):
             right.plot(*zip(*runs[0].curve, strict=True), lw=1, color=f"C{index % 10}")
         right.set(xlabel="step", yscale="log", title="training loss, nats a token")
+        right.yaxis.set_major_formatter("{x:g}")
+        right.yaxis.set_minor_formatter("{x:g}")
         drawn.legend(loc="outside lower center", ncols=8, frameon=False, fontsize=8)
         return drawn
 
