@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from importlib import import_module
 from pathlib import Path
 from types import NoneType, UnionType
@@ -45,6 +45,12 @@ class Config:
             held = asdict(self)
             object.__setattr__(self, "_plain", held)
         return held
+
+    def completed(self, values: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+        """Plain values of an earlier version, with the settings that it did not know at their defaults."""
+        if values is None or values.keys() == self.to_dict().keys():
+            return values
+        return {**{f.name: f.default for f in fields(self) if f.default is not MISSING}, **values}
 
 
 @dataclass(frozen=True)

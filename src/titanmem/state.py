@@ -210,11 +210,14 @@ def _rebuild(tree: Mapping[str, Any], held: Mapping[str, Tensor], path: str) -> 
 
 
 def check_same_config(mine: Mapping[str, Any] | None, theirs: Mapping[str, Any] | None, verb: str, what: str) -> None:
-    """Refuse a state of another config, naming every setting that differs."""
+    """Refuse a state of another config, naming every setting that differs. A setting that only one of them knows is one
+    of another version and does not count."""
     if mine is theirs or mine is None or theirs is None or mine == theirs:
         return
-    names = sorted(set(mine) | set(theirs))
-    wrong = [f"{n}: expected {mine.get(n)!r}, got {theirs.get(n)!r}" for n in names if mine.get(n) != theirs.get(n)]
+    names = sorted(set(mine) & set(theirs))
+    wrong = [f"{n}: expected {mine[n]!r}, got {theirs[n]!r}" for n in names if mine[n] != theirs[n]]
+    if not wrong:
+        return
     raise ValueError(
         f"cannot {verb}: the {what} belongs to another config ({'; '.join(wrong)}). "
         "Build the model with the state's config, or start from a fresh state (state=None)"

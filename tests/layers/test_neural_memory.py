@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -85,6 +87,19 @@ def test_the_initial_memory_gets_a_gradient_from_a_detached_state_if_it_is_what_
         _, state = mem(inputs())
         mem(inputs(seed=1), state.detach())[0].square().sum().backward()
         assert all((w.grad is not None and bool((w.grad != 0).any())) == taught for w in mem.initial_weight)
+
+
+def test_a_state_of_an_earlier_version_goes_on_where_its_settings_were_the_defaults():
+    for forget_to in ("zero", "start"):
+        mem = build(forget_to=forget_to)
+        _, state = mem(inputs())
+        older = replace(state, config={k: v for k, v in state.config.items() if k != "forget_to"})
+        if forget_to == "zero":
+            assert_close([mem(inputs(), older)[0]], [mem(inputs(), state)[0]])
+            assert_same_state(mem.start(2).where(torch.tensor([False, True]), older).rows([0]), state.rows([0]))
+        else:
+            with pytest.raises(ValueError, match="forget_to: expected 'start', got 'zero'"):
+                mem(inputs(), older)
 
 
 def test_gradients_flow_through_a_carried_state():
@@ -305,12 +320,3 @@ def test_a_prefix_is_read_like_tokens_up_to_a_border(count):
     _, after = mem(prefix.unsqueeze(0))
     expected = MemoryState(after.fast.settle(), after.conv, after.held, after.config)
     assert_same_state(mem.start(2, prefix), expected.fork(2))
-
-
-@pytest.mark.parametrize("shape", ["head", "channel"])
-def test_matrices_before_the_last_start_at_their_own_pace(shape):
-    mem = NeuralMemory(8, 2, depth=3, gate_shape=shape, step_init=0.02, forget_init=0.01, early_pace=0.1)
-    gates = mem.gates.gates(mem.gates(torch.randn(1, 1, 8)))
-    for kind, first, last in ((gates.step, 0.002, 0.02), (gates.momentum, 0.88, 0.88), (gates.forget, 0.00101, 0.01)):
-        for matrix, expected in zip(kind, (first, first, last), strict=True):
-            assert matrix.flatten().tolist() == pytest.approx([expected] * matrix.numel(), rel=2e-3)

@@ -55,6 +55,14 @@ def test_a_setting_of_the_wrong_kind_is_named_with_what_was_expected(word, expec
         recipes.recipe("mac-tiny-python").change(parse_settings([word]))
 
 
+@pytest.mark.parametrize("more", [{}, {"parallel.compile": True}, {"data.lengths": [[0, 512]]}])
+def test_memories_of_a_recipe_that_carries_them_can_be_left_behind(more):
+    changed = recipes.recipe("mac-mini-python").change({"data.carry": False, **more})
+    assert changed.data.carry_rows is None
+    with pytest.raises(ValueError, match=r"give data\.carry=true too"):
+        changed.change({"data.carry_rows": 4})
+
+
 def test_another_text_gets_another_folder_and_the_model_its_vocabulary(corpus):
     def fit(*words: str) -> TrainConfig:
         settings = parse_settings(words)

@@ -34,16 +34,14 @@ class TokenGates(nn.Module):
     def reset_parameters(self) -> None:
         """Start every token with the config's initial gates: weights 0, biases the inverse of the maps above."""
         c = self.config
-        early = [c.early_pace] * (c.depth - 1) + [1.0]
-        paces = [pace for pace, width in zip(early, self.widths, strict=True) for _ in range(width)] * c.num_heads
-        starts = [_logit(c.step_init / c.step_max * pace) for pace in paces]
+        starts = [_logit(c.step_init / c.step_max)]
         if c.momentum:
-            starts += [_logit(c.momentum_init / c.momentum_max)] * len(paces)
+            starts.append(_logit(c.momentum_init / c.momentum_max))
         if c.forget:
-            starts += [_logit((c.forget_init - c.forget_min) / (1 - c.forget_min) * pace) for pace in paces]
+            starts.append(_logit((c.forget_init - c.forget_min) / (1 - c.forget_min)))
         with torch.no_grad():
             self.linear.weight.zero_()
-            self.linear.bias.copy_(torch.tensor(starts))
+            self.linear.bias.copy_(torch.tensor(starts).repeat_interleave(len(self.linear.bias) // len(starts)))
 
     def forward(self, x: Tensor) -> Tensor:
         """Logits in at least float32."""
@@ -64,5 +62,7 @@ class TokenGates(nn.Module):
         return Gates(*(tuple(x.split(self.widths, -1)) for x in (step, momentum, forget)))
 
 
-def _logit(share: float) -> float:
-    return math.log(share / (1 - share))
+def _logit(p: float) -> float:
+    if not 0 < p < 1:
+        raise ValueError(f"an initial gate must lie strictly inside its range, got a fraction of {p:.4g}")
+    return math.log(p / (1 - p))

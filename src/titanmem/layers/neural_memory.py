@@ -53,7 +53,6 @@ class MemoryConfig(Config):
     step_init: float = 0.01
     momentum_init: float = 0.88
     forget_init: float = 0.0025
-    early_pace: float = 1.0  # steps and forgetting of all matrices but the last at first, as a share of the last's
     gain_init: float = 0.3
     clip: float = 10.0  # bound of one token's gradient per matrix; 0: none
     output_gate: bool = True
@@ -83,7 +82,6 @@ class MemoryConfig(Config):
             0 < self.forget_min < self.forget_init < 1,
             f"need 0 < forget_min < forget_init < 1, got {self.forget_min}, {self.forget_init}",
         )
-        require(0 < self.early_pace <= 1, f"early_pace is a share in (0, 1], got {self.early_pace}")
         require(self.clip >= 0, f"clip must not be negative (0 switches it off), got {self.clip}")
 
     @property
@@ -263,7 +261,7 @@ class NeuralMemory(nn.Module):
         first = self.initial_weight[0]
         dtype = first.dtype if first.dtype == torch.float64 else torch.float32
         weight = tuple(w.to(dtype).unsqueeze(0).repeat(batch, 1, 1, 1) for w in self.initial_weight)
-        if self.base is not None:
+        if self.base is not None:  # nothing was learnt yet
             weight = tuple(torch.zeros_like(w) for w in weight)
         conv = None
         if self.conv is not None:
@@ -431,7 +429,7 @@ class NeuralMemory(nn.Module):
             return
         if not isinstance(state, MemoryState):
             raise ValueError(f"state must be a MemoryState or None, got {type(state).__name__}")
-        check_same_config(self.config.to_dict(), state.config, "use this state", "state")
+        check_same_config(self.config.to_dict(), self.config.completed(state.config), "use this state", "state")
         if state.batch != x.shape[0]:
             raise ValueError(
                 f"the state holds {state.batch} rows, x has {x.shape[0]}; use state.rows(...), state.fork(n) or "

@@ -38,7 +38,7 @@ SIZES = {
 # A memory of two matrices that forgets to zero loses its learned start, and with it what its gradients flow through. On
 # text it may forget to its start instead. The paper's sizes forget to zero, for which the fastest kernels are made, and
 # begin with steps so small and forget so little that it hardly shows (docs/log.md).
-TEXT_MEMORY, TEXT_GATES = PRESETS["titans-text"], PRESETS["titans-slow"]
+TEXT_MEMORY, SLOW_MEMORY = PRESETS["titans-text"], PRESETS["titans-slow"]
 _SMALLER: dict[str, dict[str, Any]] = {  # sizes that are ours
     "tiny": {
         "window_len": 64, "segment_len": 64, "num_persistent": 16,
@@ -62,7 +62,7 @@ def named_config(name: str) -> TitansConfig:
         )
     block, size_name, chunk = found.groups()
     size = SIZES[size_name]
-    settings = dict(_SMALLER.get(size_name, {"memory": TEXT_GATES}))
+    settings = dict(_SMALLER.get(size_name, {"memory": SLOW_MEMORY}))
     if chunk is not None:
         settings["memory"] = {**settings["memory"], "chunk_len": int(chunk)}
     config = TitansConfig(size.vocab_size, size.dim, size.num_layers, size.num_heads, block, mlp_width=64, **settings)

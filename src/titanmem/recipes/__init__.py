@@ -51,7 +51,7 @@ def tiny_python(block: str) -> TrainConfig:
     """A byte model of a million parameters on the Python standard library: one CPU, minutes."""
     return TrainConfig(
         model=TitansConfig.from_name(f"{block}-tiny", **_window(block, 64)),
-        data=DataConfig(path="data/python-bytes", length=512, carry=True),
+        data=DataConfig(path="data/python-bytes", length=512, carry=True, carry_rows=16),
         optim=OptimConfig(lr=2e-3, warmup=50),
         steps=400,
         batch_tokens=4096,

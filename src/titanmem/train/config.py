@@ -281,6 +281,11 @@ class TrainConfig(RunConfig):
     eval_length: int | None = None  # default: twice the row length
     sample_tokens: int = 128  # generated at every evaluation; 0: none
 
+    def change(self, settings: Mapping[str, Any]) -> Self:
+        """As every run's; memories that are not carried are carried for no number of rows."""
+        alone = settings.get("data.carry") is False
+        return super().change({"data.carry_rows": None, **settings} if alone else settings)
+
     def __post_init__(self) -> None:
         super().__post_init__()
         check_counts(self, "batch_tokens", "eval_rows", *(() if self.eval_length is None else ("eval_length",)))
@@ -299,7 +304,8 @@ class TrainConfig(RunConfig):
         )
         require(
             not (self.parallel.compile and "mac" in self.model.blocks and (self.data.reset or self.data.carry)),
-            "parallel.compile with MAC takes no documents and no carried memory; give data.reset=false",
+            "parallel.compile with MAC takes no documents and no carried memory; give data.reset=false and "
+            "data.carry=false",
         )
         require(
             self.batch_tokens % self.data.length == 0,
