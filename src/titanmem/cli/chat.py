@@ -9,8 +9,9 @@ import argparse
 import sys
 from collections import deque
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from titanmem.cli.model import add_model, add_store, session_folder
 
 if TYPE_CHECKING:
     from titanmem.infer import Engine, Session, Store, TokenSurprise
@@ -30,9 +31,9 @@ UNDO = 8  # turns that can be taken back
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", help="folder that titanmem export wrote")
+    add_model(parser)
     parser.add_argument("--session", help="a name; the same name again goes on where it was left")
-    parser.add_argument("--store", type=Path, help="where sessions are kept (default: MODEL/sessions)")
+    add_store(parser)
     parser.add_argument("--frozen", action="store_true", help="the memory reads and does not learn")
     parser.add_argument("--raw", action="store_true", help="no chat template: what you type is what it reads")
     parser.add_argument("--system", help="what comes before the first message")
@@ -79,7 +80,7 @@ class Chat:
         """Where sessions are kept; made when one is."""
         from titanmem.infer import Store
 
-        return Store(self.how.store or Path(self.how.model) / "sessions", self.engine)
+        return Store(session_folder(self.how), self.engine)
 
     def loop(self) -> None:
         if sys.stdin.isatty():

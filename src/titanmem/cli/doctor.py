@@ -15,6 +15,7 @@ def run(arguments: argparse.Namespace) -> int:
     import torch
 
     import titanmem
+    from titanmem.models.shipped import shipped
     from titanmem.ops.backend import explain, forms, machine
 
     def line(name: str, value: object) -> None:
@@ -40,6 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
     for name, purpose in parts.items():
         here = importlib.util.find_spec(name) is not None
         line(name, f"{'installed' if here else 'missing'} ({purpose})")
+    line("models", f"{', '.join(shipped())} (come with titanmem)")
     print("operations")
     for operation in ("memory", "streams", "attention", "loss"):
         form, reason = explain(operation)

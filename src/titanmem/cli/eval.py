@@ -10,11 +10,13 @@ import argparse
 import sys
 from pathlib import Path
 
+from titanmem.cli.model import add_model
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", help="folder that titanmem export or titanmem train wrote")
+    add_model(parser, "titanmem export or titanmem train")
     parser.add_argument("words", nargs="+", metavar="SUITE", help="suites, and settings as SUITE.KEY=VALUE")
-    parser.add_argument("--out", type=Path, help="where results go (default: MODEL/eval)")
+    parser.add_argument("--out", type=Path, help="where results go (default: MODEL/eval, or ~/.titanmem/MODEL/eval)")
     parser.add_argument("--device", default=None, help="cpu, cuda, … (default: cuda if there is one)")
     parser.add_argument("--piece", type=int, default=8192, help="tokens read at once; bounds memory (default: 8192)")
     parser.set_defaults(settings=[])
@@ -25,6 +27,7 @@ def run(arguments: argparse.Namespace) -> int:
     from titanmem.eval.suite import run_suite
     from titanmem.eval.suites import SUITES, make_suite
     from titanmem.models.base import find_device
+    from titanmem.models.shipped import home
     from titanmem.train.config import parse_settings
     from titanmem.train.plots import can_draw
 
@@ -43,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
     opened = [suite.open(subject) for suite in suites]  # what is wrong is said before hours are spent
     if not can_draw():
         print("there will be no pictures: they need matplotlib (pip install matplotlib)", file=sys.stderr)
-    out = arguments.out or Path(arguments.model) / "eval"
+    out = arguments.out or home(arguments.model) / "eval"
     for suite, measure in zip(suites, opened, strict=True):
         run_suite(subject, suite, out, measure)
     print(f"results in {out}: " + ", ".join(f"{name}.json" for name in names))

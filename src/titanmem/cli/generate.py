@@ -8,9 +8,11 @@ from __future__ import annotations
 import argparse
 import sys
 
+from titanmem.cli.model import add_model
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", help="folder with config.json, model.safetensors and, if not bytes, a tokenizer")
+    add_model(parser)
     parser.add_argument("prompt", help="text to continue; - reads standard input")
     parser.add_argument("--tokens", type=int, default=200, help="how many to generate (default: 200)")
     parser.add_argument("--temperature", type=float, default=0.8, help="0 is greedy (default: 0.8)")
@@ -31,11 +33,13 @@ def run(arguments: argparse.Namespace) -> int:
     from titanmem.models.base import find_device
     from titanmem.models.generation import stream
     from titanmem.models.language import TitansLM
+    from titanmem.models.shipped import model_folder
     from titanmem.state import ModelState
 
     device = find_device(arguments.device)
-    model = TitansLM.load(arguments.model, device).eval()
-    tokenizer = find_tokenizer(arguments.model, model.config.vocab_size)
+    folder = model_folder(arguments.model)
+    model = TitansLM.load(folder, device).eval()
+    tokenizer = find_tokenizer(folder, model.config.vocab_size)
     prompt = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
     tokens = tokenizer.encode(prompt)
     if not tokens:

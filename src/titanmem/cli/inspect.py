@@ -7,9 +7,11 @@ import argparse
 import sys
 from pathlib import Path
 
+from titanmem.cli.model import add_model
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", help="folder with config.json, model.safetensors and, if not bytes, a tokenizer")
+    add_model(parser)
     parser.add_argument("file", help="text to read; - reads standard input")
     parser.add_argument("-o", "--out", type=Path, default=Path("report.html"), help="page (default: report.html)")
     parser.add_argument("--limit", type=int, default=100_000, help="tokens to read at most (default: 100000)")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import time
-from pathlib import Path
+
+from titanmem.cli.model import add_model, add_store, session_folder
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -15,19 +16,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("revoke", "take a key out of force"),
     ):
         verb = verbs.add_parser(name, help=summary, description=summary)
-        verb.add_argument("model", help="the folder that is served")
+        add_model(verb)
         if name != "list":
             verb.add_argument("name", help="what the key is for, or its id")
-        verb.add_argument("--store", type=Path, help="where sessions are kept (default: MODEL/sessions)")
+        add_store(verb)
 
 
 def run(arguments: argparse.Namespace) -> int:
     from titanmem.config import require
     from titanmem.infer import Store
+    from titanmem.models.shipped import model_folder
     from titanmem.serve.keys import Keys
 
-    folder = arguments.store or Path(arguments.model) / "sessions"
-    require(folder.parent.is_dir(), f"there is no folder {folder.parent}; give the model that is served, or --store")
+    folder = session_folder(arguments)
+    served = model_folder(arguments.model) if arguments.store is None else folder.parent
+    require(served.is_dir(), f"there is no folder {served}; give the model that is served, or --store")
     with Store(folder) as store:
         keys = Keys(store)
         if arguments.keys_verb == "create":

@@ -7,16 +7,17 @@ titanmem keys create tiny laptop && titanmem serve tiny --host 0.0.0.0
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
+
+from titanmem.cli.model import add_model, add_store, session_folder
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", help="folder that titanmem export wrote")
+    add_model(parser)
     parser.add_argument(
         "--host", default="127.0.0.1", help="address to listen on; others than this machine's need a key"
     )
     parser.add_argument("--port", type=int, default=8000)
-    parser.add_argument("--store", type=Path, help="where sessions are kept (default: MODEL/sessions)")
+    add_store(parser)
     parser.add_argument("--name", help="the model's name in requests (default: the folder's)")
     parser.add_argument("--device", default=None, help="cpu, cuda, … (default: cuda if there is one)")
     parser.add_argument("--batching", choices=["exact", "stacked"], help="default: exact on a CPU, stacked on a GPU")
@@ -61,7 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
         graphs=False if arguments.no_graphs else None,
         **({} if arguments.name is None else {"name": arguments.name}),
     )  # fmt: skip
-    folder = arguments.store or Path(arguments.model) / "sessions"
+    folder = session_folder(arguments)
     quota = Quota(sessions=arguments.most_sessions, bytes=int(arguments.most_gib * 2**30))
     with engine, Store(folder, engine, quota=quota, bits=arguments.snapshot_bits) as store:
         keyed = Keys(store).any()

@@ -6,6 +6,8 @@ import argparse
 import time
 from pathlib import Path
 
+from titanmem.cli.model import add_model, add_store, session_folder
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     verbs = parser.add_subparsers(dest="sessions_verb", required=True, metavar="VERB")
@@ -16,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("delete", "delete a session"),
     ):
         verb = verbs.add_parser(name, help=summary, description=summary)
-        verb.add_argument("model", help="the model's folder")
+        add_model(verb)
         if name != "list":
             verb.add_argument("name", help="the session")
         if name in ("export", "import"):
@@ -24,14 +26,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         if name == "export":
             verb.add_argument("--bits", type=int, choices=[0, 8], default=0, help="8: a smaller file, not exact")
         verb.add_argument("--owner", default=None if name == "list" else "", help="the key it belongs to, by id")
-        verb.add_argument("--store", type=Path, help="where sessions are kept (default: MODEL/sessions)")
+        add_store(verb)
 
 
 def run(arguments: argparse.Namespace) -> int:
     from titanmem.config import require
     from titanmem.infer import Engine, Store
 
-    folder = arguments.store or Path(arguments.model) / "sessions"
+    folder = session_folder(arguments)
     require(folder.is_dir(), f"{folder} does not exist; titanmem chat MODEL --session NAME makes the first session")
     needs = arguments.sessions_verb in ("export", "import")
     engine = Engine.load(arguments.model, "cpu") if needs else None

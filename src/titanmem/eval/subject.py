@@ -13,6 +13,7 @@ from torch.nn.functional import log_softmax
 from titanmem.config import require
 from titanmem.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from titanmem.models.language import TitansLM
+from titanmem.models.shipped import model_folder
 from titanmem.tasks.base import IGNORED
 from titanmem.train.config import TrainConfig
 from titanmem.train.data import tokenizer_of
@@ -40,8 +41,9 @@ class Subject:
 
     @classmethod
     def open(cls, folder: str | Path, device: torch.device | str = "cpu", piece: int = 8192) -> Subject:
-        """An exported model, or the newest checkpoint of a run; weights that are not finite are refused."""
-        path = Path(folder)
+        """An exported model, one that comes with titanmem, or the newest checkpoint of a run; weights that are not
+        finite are refused."""
+        path = model_folder(folder)
         if (path / "checkpoints").is_dir():
             config = read_run(path)
             trained = config.task if isinstance(config, TrainConfig) else None

@@ -36,6 +36,7 @@ from titanmem.infer.graphs import Pieces, Slots
 from titanmem.infer.past import Call, Job, Past, Place, Result, Row, alone, draw_tokens
 from titanmem.models.base import find_device
 from titanmem.models.language import TitansLM
+from titanmem.models.shipped import model_folder
 from titanmem.ops.backend import backend
 from titanmem.state import ModelState
 
@@ -130,8 +131,9 @@ class Engine:
 
     @classmethod
     def load(cls, folder: str | Path, device: torch.device | str | None = None, **settings: Any) -> Engine:
-        """The model and the tokenizer in a folder that `titanmem export` or TitansLM.save wrote."""
-        chosen = find_device(device)
+        """The model and the tokenizer in a folder that `titanmem export` or TitansLM.save wrote, or of a model that
+        comes with titanmem, by its name."""
+        folder, chosen = model_folder(folder), find_device(device)
         model = TitansLM.load(folder, chosen)
         tokenizer = find_tokenizer(folder, model.config.vocab_size)
         return cls(model, tokenizer, **{"name": Path(folder).resolve().name, **settings})

@@ -22,6 +22,7 @@ from typing import Any
 from titanmem.config import require
 from titanmem.data.packages import load_package
 from titanmem.data.tokenizer import JsonTokenizer, Tokenizer
+from titanmem.models.shipped import model_folder
 
 ROLES = ("system", "user", "assistant")
 Message = Mapping[str, str]
@@ -48,7 +49,7 @@ class ChatTemplate:
     @staticmethod
     def load(folder: str | Path, tokenizer: Tokenizer) -> ChatTemplate:
         """chat_template.jinja, or chat_template in tokenizer_config.json, or the plain one."""
-        base = Path(folder)
+        base = model_folder(folder)
         base = base / "tokenizer" if (base / "tokenizer").is_dir() else base
         config: dict[str, Any] = {}
         if (base / "tokenizer_config.json").is_file():

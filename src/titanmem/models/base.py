@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from titanmem.config import KindConfig, check_keys, require
+from titanmem.models.shipped import model_folder, shipped
 
 FILES = ("config.json", "model.safetensors")
 
@@ -96,17 +97,18 @@ PRECISIONS = {"float32": torch.float32, "float64": torch.float64, "bfloat16": to
 
 
 def load(folder: str | Path, device: torch.device | str = "cpu") -> Model:
-    """Read what a model's `save` wrote, whatever its kind."""
+    """Read what a model's `save` wrote, whatever its kind; or, by its name, a model that comes with titanmem."""
     return fill(read_config(folder).build(), folder).to(device)
 
 
 def read_config(folder: str | Path) -> ModelConfig:
     """The config of a saved model."""
-    path = Path(folder)
+    path = model_folder(folder)
     for name in FILES:
         if not (path / name).exists():
             raise FileNotFoundError(
-                f"{path} has no {name}; expected a folder that a model's save or titanmem export wrote"
+                f"{path} has no {name}; expected a folder that a model's save or titanmem export wrote, or a "
+                f"model that comes with titanmem: {', '.join(shipped())}"
             )
     try:
         return ModelConfig.read(path / "config.json")
@@ -123,7 +125,7 @@ def fill(model: AnyModel, folder: str | Path) -> AnyModel:
     from safetensors import SafetensorError, safe_open
     from safetensors.torch import load_file
 
-    file = Path(folder) / "model.safetensors"
+    file = model_folder(folder) / "model.safetensors"
     try:
         with safe_open(file, "pt") as opened:
             about = opened.metadata() or {}

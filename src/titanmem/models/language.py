@@ -325,12 +325,13 @@ class TitansLM(Model):
 
     @staticmethod
     def load(folder: str | Path, device: torch.device | str = "cpu", **changes: Any) -> TitansLM:
-        """Read what `save` wrote. `changes` override settings, as in `TitansConfig.change`; another chunk_len warns."""
+        """Read what `save` wrote, or a model that comes with titanmem, by its name. `changes` override settings, as in
+        `TitansConfig.change`; another chunk_len warns."""
         saved = read_config(folder)
         if type(saved) is not TitansConfig:
             raise ValueError(f"{folder} holds no language model ({type(saved).__name__}); read it with titanmem.load")
         config = saved.change(**changes)
-        _warn_other_chunk(saved, config)
+        _warn_other_function(saved, config)
         return fill(config.build(), folder).to(device)
 
     def _check(
@@ -376,7 +377,7 @@ class TitansLM(Model):
             return
         if not isinstance(state, ModelState):
             raise ValueError(f"state must be a ModelState or None, got {type(state).__name__}")
-        check_same_config(self.config.to_dict(), state.config, "use this state", "state")
+        check_same_config(self.config.to_dict(), self.config.completed(state.config), "use this state", "state")
         if state.batch != batch:
             raise ValueError(
                 f"the state holds {state.batch} rows, ids has {batch}; use state.rows(...), state.fork(n) or "
@@ -384,12 +385,13 @@ class TitansLM(Model):
             )
 
 
-def _warn_other_chunk(saved: TitansConfig, config: TitansConfig) -> None:
+def _warn_other_function(saved: TitansConfig, config: TitansConfig) -> None:
     import warnings
 
-    was, now = saved.memory_config().chunk_len, config.memory_config().chunk_len
-    if was != now:
-        warnings.warn(
-            f"this model was trained with chunk_len={was} and is loaded with {now}: another function, often much worse",
-            stacklevel=3,
-        )
+    for name in ("chunk_len", "forget_to"):
+        was, now = (getattr(c.memory_config(), name) for c in (saved, config))
+        if was != now:
+            warnings.warn(
+                f"the model was trained with {name}={was} and is loaded with {now}: another function, often much worse",
+                stacklevel=3,
+            )
