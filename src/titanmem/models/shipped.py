@@ -15,10 +15,10 @@ def shipped() -> list[str]:
 
 
 def model_folder(model: str | Path) -> Path:
-    """The folder of a model: a path, or the name of one that comes with the package. A model in a folder of that name
-    goes first."""
+    """The folder of a model: a path, or the name of one that comes with the package, as a plain string. A model in a
+    folder of that name goes first."""
     path = Path(model)
-    named = str(model) in shipped() and not (path / "config.json").is_file()
+    named = isinstance(model, str) and model in shipped() and not (path / "config.json").is_file()
     return SHIPPED / path if named else path
 
 
