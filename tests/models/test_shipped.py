@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import shutil
 from pathlib import Path
 
@@ -43,7 +44,7 @@ def test_a_name_is_a_model_wherever_a_folder_is(tmp_path, monkeypatch, capsys):
     assert titanmem.load(name).digest() == titanmem.TitansLM.load(SHIPPED / name).digest()
     assert main(["generate", name, "It was", "--tokens", "4", "--temperature", "0"]) == 0
     assert capsys.readouterr().out.strip()
-    monkeypatch.setattr("sys.stdin", (tmp_path / "said").open("w+"))
+    monkeypatch.setattr("sys.stdin", io.StringIO())
     assert main(["chat", name, "--session", "alice", "--tokens", "4"]) == 0
     capsys.readouterr()
     assert main(["sessions", "list", name]) == 0

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from titanmem.ops.memory.kernels import gates as gate_kernels
 from titanmem.ops.memory.kernels import keys as key_kernels
+from titanmem.ops.memory.kernels import keys_backward as key_backward_kernels
 from titanmem.ops.memory.kernels import queries as query_kernels
 from titanmem.ops.memory.kernels.configs import options
 
@@ -310,7 +311,7 @@ def backward(call: Call, grad_y: Tensor, grad_state: list[Tensor], grad_pending:
     grad_k, grad_v = torch.zeros_like(call.k), torch.zeros_like(call.v)
     grad_gain = call.q.new_empty(s.rows, s.width, dtype=torch.float32)
     room = call.q.new_empty(2, s.rows, s.chunk, inner)
-    key_kernels.write_chunks_backward[(s.rows,)](
+    key_backward_kernels.write_chunks_backward[(s.rows,)](
         call.q, call.k, call.gain, *call.base_pair, call.shares, call.steps, call.norms, call.lengths, call.resets,
         w1, s1, w2, s2, call.x2, call.d1, call.d2, *call.kept, call.q2, grad_1, grad_2,
         grad_x1, grad_x2, grad_d1, grad_d2, grad_steps, grad_shares, grad_ends, gw1, gs1, gw2, gs2,
