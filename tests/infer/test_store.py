@@ -390,6 +390,15 @@ def test_a_disk_that_is_full_ends_neither_closing_nor_deleting(tmp_path, monkeyp
     assert [path for path in tmp_path.iterdir() if path.is_dir()] == []
 
 
+def test_a_new_store_can_be_opened_by_many_at_once(tmp_path):
+    def work(number):
+        with Store(tmp_path / str(number // 8)):
+            pass
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(work, range(160)))
+
+
 def test_opening_while_others_delete_finds_a_session_or_none(tmp_path):
     with byte_engine("lmm") as engine:
         found = []

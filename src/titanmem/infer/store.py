@@ -32,6 +32,7 @@ from titanmem.infer.tokenlog import NotWritten, TokenLog
 
 VERSION = 1
 DATABASE = "sessions.sqlite"
+PATIENCE = 30.0  # seconds, for others that have it locked
 NAMES = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 RESERVED = ("tree", "import")  # paths of the server
 GONE = ".gone"  # ends the names of folders that are being deleted
@@ -116,11 +117,11 @@ class Store:
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)  # what people wrote is theirs
         self._lock = Lock()
         self._database = sqlite3.connect(
-            self.folder / DATABASE, timeout=30, isolation_level=None, check_same_thread=False
+            self.folder / DATABASE, timeout=PATIENCE, isolation_level=None, check_same_thread=False
         )
         self._database.row_factory = sqlite3.Row
         try:
-            self._database.execute("PRAGMA journal_mode=WAL")
+            _write_ahead(self._database)
         except sqlite3.OperationalError:
             raise
         except sqlite3.DatabaseError as error:
@@ -419,3 +420,16 @@ class Store:
 _HELD = "SELECT count(*) AS count, coalesce(sum(max(bytes, ?)), 0) AS bytes FROM sessions WHERE owner = ?"
 _INFO = """SELECT s.id, s.owner, s.name, s.model, s.config, s.policy, s.tokens, s.bytes, s.created, s.used,
 p.name AS parent, s.forked_at FROM sessions s LEFT JOIN sessions p ON p.id = s.parent"""
+
+
+def _write_ahead(database: sqlite3.Connection) -> None:
+    """Turn the write-ahead log on. Where several open a new database at once SQLite says so instead of waiting."""
+    deadline = time.monotonic() + PATIENCE
+    while True:
+        try:
+            database.execute("PRAGMA journal_mode=WAL")
+            return
+        except sqlite3.OperationalError as error:
+            if "locked" not in str(error) or time.monotonic() > deadline:
+                raise
+            time.sleep(0.01)
