@@ -211,7 +211,7 @@ def _rebuild(tree: Mapping[str, Any], held: Mapping[str, Tensor], path: str) -> 
 
 def check_same_config(mine: Mapping[str, Any] | None, theirs: Mapping[str, Any] | None, verb: str, what: str) -> None:
     """Refuse a state of another config, naming every setting that differs. A setting that only one of them knows is one
-    of another version and does not count."""
+    of another version and does not count: `Config.completed` gives it its default where the config is known."""
     if mine is theirs or mine is None or theirs is None or mine == theirs:
         return
     names = sorted(set(mine) & set(theirs))

@@ -57,7 +57,7 @@ class OnlineForecaster:
         if state is None:
             empty = torch.zeros(len(predictor.columns), 0, device=predictor.device)
             state = StreamState(empty, None, config=config.to_dict(), identity=identity)
-        check_same_config(config.to_dict(), state.config, "go on", "stream")
+        check_same_config(config.to_dict(), config.completed(state.config), "go on", "stream")
         require(
             state.identity == identity,
             "the stream was read by another model: its weights, columns or scales are not those of this one, so its "

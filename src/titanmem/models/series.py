@@ -211,7 +211,7 @@ class Forecaster(Model):
         if state is None:
             return
         require(self.config.mixer not in LINEAR, f"{self.config.mixer} has no state; leave it out")
-        check_same_config(self.config.to_dict(), state.config, "use this state", "state")
+        check_same_config(self.config.to_dict(), self.config.completed(state.config), "use this state", "state")
         if state.batch != x.shape[0] * x.shape[2]:
             raise ValueError(
                 f"the state holds {state.batch} rows, x has {x.shape[0]} series × {x.shape[2]} channels; a state "
