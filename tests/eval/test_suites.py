@@ -309,10 +309,12 @@ def test_the_memory_suite_has_standard_errors(folder, tmp_path):
     suite = MemorySuite(text=str(tmp_path / "a.txt"), length=256, window=16)
     found = run_suite(Subject.open(folder), suite, tmp_path / "eval")["results"][0]
     assert all(0 < found[f"{kind}_stderr"] < 1 for kind in ("fresh", "frozen", "learning"))
-    assert found["frozen"] != found["learning"]
+    assert found["gain"] == pytest.approx(found["frozen"] - found["learning"], abs=1e-6)
+    assert found["gain"] != 0
+    assert 0 < found["gain_stderr"] < found["learning_stderr"]  # of pairs
     window = Subject(TitansLM(TitansConfig(256, 32, 1, 2, "attention", attention_window=16)).eval(), BYTES)
     found = run_suite(window, suite, tmp_path / "window")["results"][0]
-    assert found["frozen"] == found["learning"]
+    assert found["gain"] == found["gain_stderr"] == 0
 
 
 def test_perplexity_is_that_of_the_model(model, folder, tmp_path):

@@ -20,7 +20,8 @@ from titanmem.train.plots import new_figure, position_axis
 class MemorySuite(Config, Suite):
     """Loss on the second half of the first `length` tokens of every document; all must be that long. `window`: the
     fresh reading forgets everything after so many tokens; give the model's window or segment. Standard errors are over
-    stretches of `window` tokens. The fourth number, attention alone, is this suite on the baseline `window`."""
+    stretches of `window` tokens; `gain` is frozen less learning, token by token, so its error is smaller. The fourth
+    number, attention alone, is this suite on the baseline `window`."""
 
     text: str = ""
     length: int = 4096
@@ -29,7 +30,8 @@ class MemorySuite(Config, Suite):
     name: ClassVar[str] = "memory"
     columns: ClassVar[dict[str, str]] = {
         "document": "document", "fresh": "fresh", "fresh_stderr": "± stderr", "frozen": "warm, frozen",
-        "frozen_stderr": "± stderr", "learning": "warm, learning", "learning_stderr": "± stderr",
+        "frozen_stderr": "± stderr", "learning": "warm, learning", "learning_stderr": "± stderr", "gain": "gain",
+        "gain_stderr": "± stderr",
     }  # fmt: skip
 
     def __post_init__(self) -> None:

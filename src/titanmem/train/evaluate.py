@@ -50,8 +50,8 @@ def memory_work(model: TitansLM, rows: dict[str, Tensor], piece: int, forget_eve
         frozen    with the memory of the first half, which learns nothing more
         learning  with the memory of the first half, learning on
 
-    each with its standard error over stretches of `forget_every` tokens, and the loss by position of the last. Rows are
-    read in pieces of `piece` tokens."""
+    each with its standard error over stretches of `forget_every` tokens; `gain`, by how much learning is below frozen
+    on the same tokens; and the loss by position of the last. Rows are read in pieces of `piece` tokens."""
     ids, labels = rows["ids"], rows["labels"]
     half = ids.shape[1] // 2 // piece * piece
 
@@ -78,6 +78,8 @@ def memory_work(model: TitansLM, rows: dict[str, Tensor], piece: int, forget_eve
     return {
         **{name: (loss.sum() / real.sum()).item() for name, loss in means.items()},
         **{f"{name}_stderr": spread_of(loss[real], forget_every) for name, loss in means.items()},
+        "gain": ((frozen - learning).sum() / real.sum()).item(),
+        "gain_stderr": spread_of((frozen - learning)[real], forget_every),
         "by_position": by_position(whole, labels >= 0),
     }
 
