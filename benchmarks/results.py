@@ -154,6 +154,20 @@ class Task(Experiment):
         return TaskTable(self.runs).figure()
 
 
+class Babilong(Task):
+    """Needs its stories and a text beside."""
+
+    def commands(self) -> list[str]:
+        groups: dict[str, list[str]] = {}
+        for runs in self.models.values():
+            words = ["--data", str(runs[0].settings["data"]), "--facts", "BABI_FOLDER", "--seeds", seeds_of(runs)]
+            words += other("--questions", {entry["level"]["qa"] for run in runs for entry in run.levels}, [1])
+            words += ["--label", runs[0].label] if runs[0].label else []
+            words += setting_words(runs[0], ["data", "task.stages"])
+            groups.setdefault(shlex.join(words), []).append(runs[0].model)
+        return [f"titanmem reproduce babilong --models {','.join(names)} {rest}" for rest, names in groups.items()]
+
+
 class Forecast(Experiment):
     """Rows are data sets and horizons, columns models."""
 
@@ -253,7 +267,10 @@ def experiments(folder: Path = STORED) -> list[Experiment]:
     """The experiments of which runs are stored."""
     runs = RunRecord.all_in(folder / "tasks")
     names = ordered((run.experiment for run in runs), list(recipes.TASKS))
-    found: list[Experiment] = [Task(name, [run for run in runs if run.experiment == name]) for name in names]
+    found: list[Experiment] = [
+        (Babilong if name == "babilong" else Task)(name, [run for run in runs if run.experiment == name])
+        for name in names
+    ]
     kinds: dict[str, type[Experiment]] = {**dict.fromkeys(Text.captions, Text), "forecast": Forecast, "dna": Dna}
     for name, kind in kinds.items():
         runs = RunRecord.all_in(folder / name)

@@ -120,6 +120,23 @@ def test_facts_keep_their_order_in_the_noise(haystack):
     )
 
 
+def test_earlier_questions_of_a_story_are_asked_where_they_stand(haystack, tmp_path):
+    lines = ["Mary went home.", "Where is Mary?\thome\t1", "John slept.", "Mary went out.", "Where is Mary?\tout\t4"]
+    lines += ["Where is John?\tin bed\t3"]
+    (tmp_path / "qa1_x_train.txt").write_text("".join(f"{n} {line}\n" for n, line in enumerate(lines, 1)))
+    task = Babilong(BYTES, {1: read_stories(tmp_path, 1, "train")}, haystack)
+    for questions, answers in ((1, " in bed"), (2, " out in bed"), (3, " home out in bed"), (9, " home out in bed")):
+        sample = task.sample({"length": 900, "index": 2, "questions": questions}, generator_of(questions))
+        row, prompt = task.row(sample), BYTES.decode(sample.prompt)
+        asked = row.targets[row.targets >= 0].tolist()
+        assert asked == [*BYTES.encode(answers), BYTES.end]
+        assert len(sample.prompt) + len(sample.answer_ids) + 1 == 900
+        assert ("Mary went home. \nQuestion: Where is Mary?\nAnswer: home\n" in prompt) == (questions > 2)
+        assert ("Mary went out. \nQuestion: Where is Mary?\nAnswer: out\n" in prompt) == (questions > 1)
+    with pytest.raises(ValueError, match="questions is a whole number from 1 on, got 0"):
+        task.check({"length": 900, "questions": 0})
+
+
 def places(count, start=0):
     """Different stories: somebody goes through numbered rooms."""
     return [

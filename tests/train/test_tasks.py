@@ -10,7 +10,7 @@ import torch
 from titanmem import recipes
 from titanmem.cli import main
 from titanmem.models.cost import parameters
-from titanmem.train.data import fit_to_data
+from titanmem.train.data import fit_to_data, make_task
 from titanmem.train.export import export, load_run
 from titanmem.train.loop import train
 from titanmem.train.parallel import Ranks
@@ -69,6 +69,32 @@ def test_models_of_a_task_have_one_size_and_the_tasks_vocabulary():
     sizes = [parameters(recipes.recipe(f"{model}-recall").model) for model in recipes.MODELS]
     assert max(sizes) < 1.01 * min(sizes)
     assert recipes.recipe("mac-s5").model.vocab_size == 120
+
+
+def test_a_task_in_words_trains_its_tokenizer_once_and_keeps_it(tmp_path, capfd):
+    pytest.importorskip("tokenizers")
+    stories = "".join(f"1 Mary went to the {place}.\n2 Where is Mary?\t{place}\t1\n" for place in ("garden", "hallway"))
+    (tmp_path / "qa1_one_train.txt").write_text(50 * stories)
+    (tmp_path / "noise.txt").write_text("The sea was grey and the wind came from the north. " * 100)
+    given = {"facts": str(tmp_path), "text": str(tmp_path / "noise.txt"), "split": "train"}
+    settings = {"task.settings": given, "data.path": str(tmp_path / "words"), "data.vocab_size": 400}
+    config = fit_to_data(recipes.recipe("lmm-babilong").change(settings), settings)
+    assert not (tmp_path / "words").exists()  # nothing is written before it is needed
+    task = make_task(config)
+    assert config.model.vocab_size == 400 >= task.vocab_size
+    assert len(task.tokenizer.encode(" went to the hallway")) == 4
+    kept = (tmp_path / "words" / "tokenizer.json").stat().st_mtime_ns
+    assert make_task(config).tokenizer.encode("the sea") == task.tokenizer.encode("the sea")
+    assert (tmp_path / "words" / "tokenizer.json").stat().st_mtime_ns == kept
+    assert capfd.readouterr().out.count("training a tokenizer") == 1
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["words"]
+    with pytest.raises(ValueError, match="needs facts, the folder of bAbI"):
+        make_task(recipes.recipe("lmm-babilong").change({"data.path": str(tmp_path / "other")}))
+    with pytest.raises(ValueError, match=r"holds no qa1_\*_train.txt"):
+        make_task(
+            config.change({"task.settings": {**given, "facts": str(tmp_path / "x")}, "data.path": str(tmp_path / "y")})
+        )
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["words"]
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,7 @@ CPU = replace(MIDDLE, dim=128, num_layers=2, num_heads=2, mlp_width=384, window=
 OURS = {  # scale → size; the first is the scale's own
     "tiny": {"tiny": Small(TINY, 30, 64, 512, 4)},
     "small": {
-        "8m": Small(MIDDLE, 500, 2048, 2**16, 16),
+        "8m": Small(MIDDLE, 300, 2048, 2**16, 16),
         "46m": Small(LARGER, 1000, 2048, 2**16, 16),
         "0.6m": Small(CPU, 400, 512, 2**13, 8, rate=3e-3),
     },

@@ -16,11 +16,13 @@ from titanmem.config import require
 from titanmem.eval.published import beside
 from titanmem.eval.rows import BabilongSuite, NeedleSuite
 from titanmem.eval.subject import Subject
+from titanmem.recipes import recipe
 from titanmem.recipes.language import COMPARED
+from titanmem.recipes.tasks import STORY_STAGES, STORY_TESTS, STORY_VOCAB
 from titanmem.reproduce.experiment import Experiment
 from titanmem.reproduce.text import Language
 from titanmem.train.config import RunConfig, TrainConfig
-from titanmem.train.data import open_data
+from titanmem.train.data import fit_to_data, open_data
 
 TINY: dict[str, Any] = {
     "model.dim": 32, "model.mlp_width": 32, "model.num_layers": 1, "model.memory.chunk_len": 16, "steps": 2,
@@ -31,16 +33,14 @@ PAPER: dict[str, Any] = {  # the shape of 170m
     "model.segment_len": 512, "model.num_persistent": 128, "optim.lr": 1e-4, "steps": 12_000, "batch_tokens": 2**19,
     "data.length": 2**14,
 }  # fmt: skip
-SCALES = {"tiny": TINY, "small": {"eval_every": 2200}, "paper": PAPER}
+SCALES: dict[str, dict[str, Any]] = {"tiny": TINY, "small": {}, "paper": PAPER}
 # BABILong's curriculum, [first step, lengths], and the lengths of the test; the paper's goes by segments of 512
 CURRICULA: dict[str, tuple[Sequence[tuple[int, Sequence[int]]], Sequence[int]]] = {
     "tiny": ([(0, (512,))], (512, 640)),
-    "small": (
-        [(0, (512,)), (600, (512, 1024)), (1100, (1024, 2048)), (1700, (2048, 4096))],
-        (4096, 16_384, 65_536, 131_072),
-    ),
+    "small": (STORY_STAGES, STORY_TESTS),
     "paper": ([(2000 * i, (512 * n,)) for i, n in enumerate((2, 3, 5, 8, 16, 32))], [2**n for n in range(11, 21)]),
 }
+LONGER = {2: 256, 3: 512}  # the shortest rows of questions whose stories are long
 QUESTIONS = (1, 2, 3, 4, 5)
 SCORED = {"exact": "score", "stderr": "stderr", "chance": "chance", "rows": "n"}  # a record's names of a suite's
 
@@ -143,15 +143,24 @@ class Needle(TaskExperiment):
 class BabilongJob(TaskJob):
     """Trained on the training stories, tested on the others by the suite `babilong`."""
 
+    facts: str
+    noise: str
+    words: str  # the folder of the tokenizer
+    questions: Sequence[int]
+    lengths: Sequence[int]  # of the test
     samples: int = 64
+
+    def config(self) -> TrainConfig:
+        """The stories and the text go by their places here, which are no settings; "data" is the text's name."""
+        given = {"facts": self.facts, "text": self.noise, "split": "train"}
+        own = {"task.settings": given, "task.tests": [], "data.path": self.words, "seed": self.seed}
+        own = {**{name: value for name, value in self.settings.items() if name != "data"}, **own}
+        return fit_to_data(recipe(self.recipe).change(own), own)
 
     def measure(self, config: RunConfig, found: dict[str, Any]) -> dict[str, Any]:
         assert isinstance(config, TrainConfig)
-        assert config.task is not None
-        tests, given = config.task.tests, config.task.settings
-        tasks, lengths = (sorted({level[key] for level in tests}) for key in ("qa", "length"))
         suite = BabilongSuite(
-            facts=given["facts"], text=given["text"], tasks=tasks, lengths=lengths, shots=0, samples=self.samples
+            facts=self.facts, text=self.noise, tasks=self.questions, lengths=self.lengths, shots=0, samples=self.samples
         )
         measure = suite.open(open_subject(self.folder))
         levels = []
@@ -167,18 +176,24 @@ class Babilong(TaskExperiment):
     needs = "a folder of .txt files as noise; and --facts, the folder of bAbI v1.2 such as tasks_1-20_v1-2/en-10k"
 
     def jobs(self) -> list[Job]:
-        facts = self.request.more.get("facts")
+        facts = str(self.request.more.get("facts") or "")
         require(bool(facts), f"babilong needs {self.needs}")
         asked = self.option("questions", QUESTIONS, QUESTIONS[:1], QUESTIONS)
-        there = [qa for qa in asked if any(Path(str(facts)).rglob(f"qa{qa}_*_train.txt"))]
+        there = [qa for qa in asked if any(Path(facts).rglob(f"qa{qa}_*_train.txt"))]
         names = ", ".join(f"qa{qa}_*_train.txt" for qa in asked)
         require(bool(there), f"{facts} holds no {names}; give the folder of bAbI v1.2")
-        own = {**SCALES[self.scale], "task.settings": {"facts": facts, "text": self.data, "split": "train"}}
+        own: dict[str, Any] = {"data": Path(self.data).name, **SCALES[self.scale]}
         stages, lengths = CURRICULA[self.scale]
-        own["task.stages"] = [
-            [first, [{"length": n, "qa": qa} for n in some for qa in there]] for first, some in stages
-        ]
-        own["task.tests"] = [{"length": length, "qa": qa} for length in lengths for qa in there]
-        samples = {"tiny": 2, "small": 64, "paper": 100}[self.scale]
-        shared = {**self.shared(own), "task": self.name, "samples": samples}
-        return [BabilongJob(model=model, seed=seed, **shared) for model in self.models for seed in self.seeds()]
+        if self.scale != "small" or there != [1]:  # where the recipe has another
+            own["task.stages"] = [
+                [first, [{"length": max(n, LONGER.get(qa, n)), "qa": qa, "questions": 5} for n in some for qa in there]]
+                for first, some in stages
+            ]
+        return [
+            BabilongJob(
+                model=model, seed=seed, task=self.name, facts=facts, noise=self.data, questions=there, lengths=lengths,
+                words=str(self.runs / f"babilong-bpe{STORY_VOCAB}"),
+                samples={"tiny": 2, "small": 64, "paper": 100}[self.scale], **self.shared(own),
+            )
+            for model in self.models for seed in self.seeds()
+        ]  # fmt: skip

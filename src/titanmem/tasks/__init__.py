@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from inspect import signature
+from itertools import chain
 from typing import Any
 
 from titanmem.config import check_keys, check_type, require
 from titanmem.data.tokenizer import Tokenizer
-from titanmem.tasks.babilong import Babilong
+from titanmem.tasks.babilong import Babilong, told_stories
 from titanmem.tasks.base import Level, Rows, Task, generator_of
-from titanmem.tasks.haystack import Haystack
+from titanmem.tasks.haystack import NOISE, Haystack, haystack_texts
 from titanmem.tasks.mad import Compression, FuzzyRecall, InContextRecall, Memorisation, NoisyRecall, SelectiveCopy
 from titanmem.tasks.needle import Needle
 from titanmem.tasks.recall import Recall
@@ -45,12 +46,24 @@ def _needle(tokenizer: Tokenizer, kind: str = "pk", text: str | None = None) -> 
 
 
 def _babilong(tokenizer: Tokenizer, facts: str = "", text: str = "", split: str = "test", shots: int = 0) -> Babilong:
+    _check_places(facts, text)
+    return Babilong.open(tokenizer, facts, text, split, shots)
+
+
+def _check_places(facts: str, text: str) -> None:
     require(
         bool(facts and text),
         "the task 'babilong' needs facts, the folder of bAbI v1.2, and text, a folder of .txt files; for a run: "
         """task.settings='{"facts": "en-10k/", "text": "novels/", "split": "train"}'""",
     )
-    return Babilong.open(tokenizer, facts, text, split, shots)
 
 
-__all__ = ["NAMES", "TEXT_TASKS", "TOKEN_TASKS", "Level", "Rows", "Task", "generator_of", "open_task"]
+def task_texts(name: str, facts: str = "", text: str = "", **settings: Any) -> Iterable[str]:
+    """What a tokenizer for a task in words is trained on: its noise, and BABILong's training stories."""
+    if name != Babilong.name:
+        return haystack_texts(text) if text else NOISE
+    _check_places(facts, text)
+    return chain(told_stories(facts), haystack_texts(text))
+
+
+__all__ = ["NAMES", "TEXT_TASKS", "TOKEN_TASKS", "Level", "Rows", "Task", "generator_of", "open_task", "task_texts"]

@@ -4,6 +4,7 @@ then its question. Stories come from the files of bAbI v1.2 (qa1_…_train.txt, 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -22,11 +23,12 @@ ASK = "\nQuestion: {question}\nAnswer:"
 
 @dataclass(frozen=True)
 class Story:
-    """What has been told when a question is asked."""
+    """What has been told when a question is asked. `earlier`: those before it, each with the facts told by then."""
 
     facts: tuple[str, ...]
     question: str
     answer: str
+    earlier: tuple[Story, ...] = ()
 
 
 def story_files(folder: str | Path, task: int, split: str) -> list[Path]:
@@ -43,6 +45,7 @@ def read_stories(folder: str | Path, task: int, split: str = "test") -> list[Sto
     )
     stories: list[Story] = []
     facts: list[str] = []
+    earlier: list[Story] = []
     for number, line in enumerate(found[0].read_text().splitlines(), 1):
         if not line.strip():
             continue
@@ -50,23 +53,25 @@ def read_stories(folder: str | Path, task: int, split: str = "test") -> list[Sto
         require(parts is not None, f"{found[0]}, line {number}: no line of bAbI: {line[:80]!r}")
         assert parts is not None
         if int(parts[1]) == 1:
-            facts = []
+            facts, earlier = [], []
         text = parts[2].strip()
         if parts[3] is None:
             facts.append(text)
         else:
-            stories.append(Story(tuple(facts), text, parts[3].strip()))
+            stories.append(Story(tuple(facts), text, parts[3].strip(), tuple(earlier)))
+            earlier.append(Story(tuple(facts), text, parts[3].strip()))
     return stories
 
 
 class Babilong(TextTask):
-    """Levels: length (0: the story alone) and qa (1–5); index: that story instead of a random one that fits.
+    """Levels: length (0: the story alone) and qa (1–5); index: that story instead of a random one that fits; questions:
+    how many of the story's are asked, the last ones (default: 1), each where bAbI asks it: more to learn from a row.
 
     With `shots`, so many solved examples, the shortest ones of `examples`, come first, and what is asked is the answer
     alone: a model that never learnt this form goes on with whatever it likes."""
 
     name: ClassVar[str] = "babilong"
-    level_keys: ClassVar[dict[str, Any]] = {"qa": int, "index": int | None}
+    level_keys: ClassVar[dict[str, Any]] = {"qa": int, "index": int | None, "questions": int}
 
     def __init__(
         self,
@@ -83,7 +88,7 @@ class Babilong(TextTask):
         for qa, pool in self.examples.items():
             require(len(pool) > shots, f"QA{qa} has {len(pool)} short stories, too few for {shots} examples")
         self._ids: dict[str, list[int]] = {}  # of every sentence: bAbI has few different ones
-        self._fitting: dict[tuple[int, int], list[Story]] = {}
+        self._fitting: dict[tuple[int, int, int], list[Story]] = {}
 
     @classmethod
     def open(
@@ -102,33 +107,32 @@ class Babilong(TextTask):
     def sample(self, level: Level, generator: torch.Generator) -> Sample:
         task, length = int(level.get("qa", 1)), int(level["length"])
         require(task in self.stories, f"there are no stories of QA{task}, only of {', '.join(map(str, self.stories))}")
-        index = level.get("index")
-        pool = self.stories[task] if index is not None or length == 0 else self.fitting(task, length)
+        index, count = level.get("index"), questions_of(level)
+        pool = self.stories[task] if index is not None or length == 0 else self.fitting(task, length, count)
         story = pool[int(torch.randint(0, len(pool), (), generator=generator)) if index is None else int(index)]
         before = self._examples(task, story, generator)
-        facts = [self._encode(f"{fact} ") for fact in story.facts]
+        pieces, places = self._told(story, count)
         after, answer = self._ends(story)
-        fixed = len(before) + sum(map(len, facts)) + len(after) + len(answer) + 1
-        if length == 0:
-            told = [token for fact in facts for token in fact]
-        else:
-            room = room_for(length, fixed, "the story and its question")
-            depths = torch.rand(len(facts), generator=generator).sort().values.tolist()
-            told = self.scatter(facts, depths, room, generator)
-        return Sample(before + told + after, story.answer, answer, ends=not self.shots)
+        fixed = len(before) + sum(map(len, pieces)) + len(after) + len(answer) + 1
+        room = room_for(length, fixed, "the story and its question") if length else 0
+        depths = torch.rand(len(pieces), generator=generator).sort().values.tolist()
+        told, starts = self.scatter(pieces, depths, room, generator)
+        shifts = [len(before) + start for start in starts]
+        earlier = tuple(slice(shifts[n] + at.start, shifts[n] + at.stop) for n, at in places)
+        return Sample(before + told + after, story.answer, answer, ends=not self.shots, earlier=earlier)
 
     def check(self, level: Level) -> None:
         length = self.length_of(level)
         super().check({**level, "length": 0})
         if length:
-            self.fitting(int(level.get("qa", 1)), length)
+            self.fitting(int(level.get("qa", 1)), length, questions_of(level))
 
-    def fitting(self, task: int, length: int) -> list[Story]:
-        """The stories of a task that fit into a length, whichever examples come first."""
-        if (task, length) not in self._fitting:
+    def fitting(self, task: int, length: int, questions: int = 1) -> list[Story]:
+        """The stories of a task that fit into a length with so many questions, whichever examples come first."""
+        if (task, length, questions) not in self._fitting:
             shown = sorted(self._tokens(example) for example in self.examples.get(task, []))[-self.shots :]
             room = length - (sum(shown) if self.shots else 0)
-            sizes = [self._tokens(story) for story in self.stories[task]]
+            sizes = [self._tokens(story, questions) for story in self.stories[task]]
             found = [story for story, size in zip(self.stories[task], sizes, strict=True) if size <= room]
             least = min(sizes) + length - room
             require(
@@ -136,8 +140,8 @@ class Babilong(TextTask):
                 f"length {length} is shorter than every story of QA{task}"
                 f"{f' with {self.shots} examples' if self.shots else ''}: at least {least} tokens are needed",
             )
-            self._fitting[task, length] = found
-        return self._fitting[task, length]
+            self._fitting[task, length, questions] = found
+        return self._fitting[task, length, questions]
 
     def _examples(self, task: int, story: Story, generator: torch.Generator) -> list[int]:
         """Solved examples that do not belong to the story that is asked about."""
@@ -148,7 +152,7 @@ class Babilong(TextTask):
             example = pool[place]
             if left and not overlap(example, story):
                 after, answer = self._ends(example)
-                told = [token for fact in example.facts for token in self._encode(f"{fact} ")]
+                told = [token for piece in self._told(example)[0] for token in piece]
                 shown += told + after + answer + self._encode("\n\n")
                 left -= 1
         require(not left, f"QA{task} has too few other stories for {self.shots} examples")
@@ -158,9 +162,21 @@ class Babilong(TextTask):
         """Question and answer."""
         return self._encode(ASK.format(question=story.question)), self._encode(f" {story.answer}")
 
-    def _tokens(self, story: Story) -> int:
-        """Tokens of a story, its question and answer, and what ends it."""
-        told = sum(len(self._encode(f"{fact} ")) for fact in story.facts)
+    def _told(self, story: Story, questions: int = 1) -> tuple[list[list[int]], list[tuple[int, slice]]]:
+        """The facts, each followed by the earlier ones of so many questions that come after it; and of every answer
+        among them its fact's number and its place there."""
+        pieces = [self._encode(f"{fact} ") for fact in story.facts]
+        places = []
+        for one in story.earlier[max(0, len(story.earlier) - questions + 1) :]:
+            number, (question, answer) = len(one.facts) - 1, self._ends(one)
+            begin = len(pieces[number]) + len(question)
+            places.append((number, slice(begin, begin + len(answer))))
+            pieces[number] = [*pieces[number], *question, *answer, *self._encode("\n")]
+        return pieces, places
+
+    def _tokens(self, story: Story, questions: int = 1) -> int:
+        """Tokens of a story, its questions and answers, and what ends it."""
+        told = sum(map(len, self._told(story, questions)[0]))
         return told + sum(map(len, self._ends(story))) + max(1, len(self._encode("\n\n")))
 
     def _encode(self, text: str) -> list[int]:
@@ -171,6 +187,20 @@ class Babilong(TextTask):
     def chance(self, level: Level) -> float:
         answers = {story.answer for story in self.stories[int(level.get("qa", 1))]}
         return 1 / len(answers)
+
+
+def told_stories(folder: str | Path) -> Iterator[str]:
+    """The training stories that a folder has, as they are told and asked."""
+    for task in [task for task in TASKS if story_files(folder, task, "train")] or TASKS[:1]:  # or what is missing
+        for story in read_stories(folder, task, "train"):
+            yield f"{' '.join(story.facts)} {ASK.format(question=story.question)} {story.answer}"
+
+
+def questions_of(level: Level) -> int:
+    """How many questions a level asks."""
+    questions = level.get("questions", 1)
+    require(type(questions) is int and questions >= 1, f"questions is a whole number from 1 on, got {questions!r}")
+    return int(questions)
 
 
 def shortest(stories: list[Story]) -> list[Story]:

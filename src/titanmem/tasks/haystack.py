@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -31,16 +31,7 @@ class Haystack:
     @classmethod
     def folder(cls, path: str | Path, tokenizer: Tokenizer) -> Haystack:
         """The .txt files of a folder, or one file."""
-        files = haystack_files(path)
-        texts: list[str] = []
-        room = MOST_CHARACTERS
-        for file in files:
-            text = file.read_text(errors="replace")[:room]
-            texts.append(text)
-            room -= len(text)
-            if room <= 0:
-                break
-        sentences = [s for text in texts for s in _SENTENCE.findall(text) if s.strip()]
+        sentences = [s for text in haystack_texts(path) for s in _SENTENCE.findall(text) if s.strip()]
         return cls(tokenizer.encode_batch(sentences))
 
     def fill(self, tokens: int, generator: torch.Generator) -> list[list[int]]:
@@ -53,6 +44,17 @@ class Haystack:
             chosen.append(sentence)
             room -= len(sentence)
         return chosen[::-1]
+
+
+def haystack_texts(path: str | Path) -> Iterator[str]:
+    """What is read of the .txt files of a folder, or of one file."""
+    room = MOST_CHARACTERS
+    for file in haystack_files(path):
+        text = file.read_text(errors="replace")[:room]
+        yield text
+        room -= len(text)
+        if room <= 0:
+            return
 
 
 def haystack_files(path: str | Path) -> list[Path]:

@@ -73,7 +73,7 @@ class Needle(TextTask):
         before = parts[0][0]
         fixed = len(before) + sum(len(piece) for part in parts for piece in part[1:]) + 1
         room = room_for(int(level["length"]), fixed, "needle, question and answer")
-        prompt = before + self.scatter([part[1] for part in parts], depths, room, generator)
+        prompt = before + self.scatter([part[1] for part in parts], depths, room, generator)[0]
         earlier = []
         for _, _, question, answer in parts[:-1]:
             start = len(prompt) + len(question)

@@ -61,23 +61,20 @@ class TextTask(Task):
 
     def scatter(
         self, pieces: list[list[int]], depths: list[float], tokens: int, generator: torch.Generator
-    ) -> list[int]:
-        """So many tokens of the haystack with pieces put between its sentences, at these depths of [0, 1]."""
-        sentences = self.haystack.fill(tokens, generator)
-        reached, total = [], 0
-        for sentence in sentences:
-            reached.append(total)
-            total += len(sentence)
-        borders = [*reached[1:], total]  # after each sentence
+    ) -> tuple[list[int], list[int]]:
+        """So many tokens of the haystack with pieces put between its sentences, at these depths of [0, 1]; and where
+        each piece begins."""
         out: list[int] = []
+        starts, read = [0] * len(pieces), 0
         waiting = sorted(zip(depths, range(len(pieces)), strict=True))
-        for border, sentence in zip(borders, sentences, strict=True):
-            while waiting and waiting[0][0] * tokens <= border - len(sentence) / 2:
-                out += pieces[waiting.pop(0)[1]]
-            out += sentence
-        for _, index in waiting:
-            out += pieces[index]
-        return out
+        for sentence in (*self.haystack.fill(tokens, generator), None):  # None: what is left comes last
+            while waiting and (sentence is None or waiting[0][0] * tokens <= read + len(sentence) / 2):
+                index = waiting.pop(0)[1]
+                starts[index] = len(out)
+                out += pieces[index]
+            out += sentence or []
+            read += len(sentence or [])
+        return out, starts
 
 
 def room_for(length: int, fixed: int, what: str) -> int:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
 from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,8 +15,8 @@ from titanmem.config import require
 from titanmem.data.dna import VOCABULARY as DNA_VOCAB
 from titanmem.data.prepare import BPE_VOCAB, prepare
 from titanmem.data.shards import INDEX, Index, TokenShards
-from titanmem.data.tokenizer import Tokenizer, load_tokenizer
-from titanmem.tasks import TEXT_TASKS, Task, open_task
+from titanmem.data.tokenizer import Tokenizer, load_tokenizer, train_bpe
+from titanmem.tasks import TEXT_TASKS, Task, open_task, task_texts
 from titanmem.train.config import DataConfig, RunConfig, TrainConfig
 
 _PREPARED = ("source", "tokenizer", "vocab_size", "held_out", "limit_tokens")  # what decides a prepared folder
@@ -23,8 +26,11 @@ def fit_to_data(config: TrainConfig, given: Collection[str]) -> TrainConfig:
     """Settle what follows from the settings that were `given` (dotted names): another source gets another folder, a
     prepared folder says what it was made from, and the model's vocabulary is that of the text or task."""
     if config.task is not None:
-        task = make_task(config)
-        fitted: dict[str, Any] = {"vocab_size": task.vocab_size, "summary_id": task.summary_id}
+        if config.task.name in TEXT_TASKS and config.data.tokenizer == "bpe":  # it may have to be trained first
+            fitted: dict[str, Any] = {"vocab_size": config.data.vocab_size or BPE_VOCAB, "summary_id": None}
+        else:
+            task = make_task(config)
+            fitted = {"vocab_size": task.vocab_size, "summary_id": task.summary_id}
         left = {name: value for name, value in fitted.items() if f"model.{name}" not in given}
         return replace(config, model=replace(config.model, **left))
     named = [name for name in _PREPARED if f"data.{name}" in given]
@@ -71,8 +77,26 @@ def default_path(data: DataConfig) -> str:
 def make_task(config: TrainConfig) -> Task:
     """The task of a run that has one."""
     assert config.task is not None
-    tokenizer = load_tokenizer(config.data.tokenizer) if config.task.name in TEXT_TASKS else None
-    return open_task(config.task.name, tokenizer, **config.task.settings)
+    return open_task(config.task.name, task_tokenizer(config), **config.task.settings)
+
+
+def task_tokenizer(config: TrainConfig) -> Tokenizer | None:
+    """That of a task in words; "bpe" is trained on the task's own texts and kept in data.path."""
+    assert config.task is not None
+    if config.task.name not in TEXT_TASKS:
+        return None
+    if config.data.tokenizer != "bpe":
+        return load_tokenizer(config.data.tokenizer)
+    place = Path(config.data.path)
+    if not place.is_dir():
+        texts = task_texts(config.task.name, **config.task.settings)
+        print(f"training a tokenizer for {config.task.name} in {place}", flush=True)
+        aside = place.with_name(f"{place.name}.{os.getpid()}")  # whole or not at all
+        train_bpe(texts, config.data.vocab_size or BPE_VOCAB).save(aside)
+        with suppress(OSError):  # another run was faster
+            aside.rename(place)
+        shutil.rmtree(aside, ignore_errors=True)
+    return load_tokenizer(place)
 
 
 def tokenizer_of(config: RunConfig) -> Tokenizer | None:
@@ -81,7 +105,7 @@ def tokenizer_of(config: RunConfig) -> Tokenizer | None:
         raise ValueError(f"this is for language models, not for a run of the kind {config.kind!r}")
     if config.task is None:
         return load_tokenizer(Path(config.data.path) / "tokenizer")
-    return load_tokenizer(config.data.tokenizer) if config.task.name in TEXT_TASKS else None
+    return task_tokenizer(config)
 
 
 def open_data(config: TrainConfig) -> None:
