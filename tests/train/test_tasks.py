@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch
 from titanmem import recipes
 from titanmem.cli import main
 from titanmem.models.cost import parameters
-from titanmem.train.data import fit_to_data, make_task
+from titanmem.train.data import fit_to_data, keep_words, make_task, train_words
 from titanmem.train.export import export, load_run
 from titanmem.train.loop import train
 from titanmem.train.parallel import Ranks
@@ -78,23 +79,37 @@ def test_a_task_in_words_trains_its_tokenizer_once_and_keeps_it(tmp_path, capfd)
     (tmp_path / "noise.txt").write_text("The sea was grey and the wind came from the north. " * 100)
     given = {"facts": str(tmp_path), "text": str(tmp_path / "noise.txt"), "split": "train"}
     settings = {"task.settings": given, "data.path": str(tmp_path / "words"), "data.vocab_size": 400}
-    config = fit_to_data(recipes.recipe("lmm-babilong").change(settings), settings)
+    recipe = recipes.recipe("lmm-babilong")
+    config = fit_to_data(recipe.change(settings), settings)
+    with pytest.raises(ValueError, match="words holds no tokenizer that was trained for a task"):
+        make_task(config)
     assert not (tmp_path / "words").exists()  # nothing is written before it is needed
+    train_words(config)
     task = make_task(config)
     assert config.model.vocab_size == 400 >= task.vocab_size
     assert len(task.tokenizer.encode(" went to the hallway")) == 4
     kept = (tmp_path / "words" / "tokenizer.json").stat().st_mtime_ns
-    assert make_task(config).tokenizer.encode("the sea") == task.tokenizer.encode("the sea")
+    train_words(config)
     assert (tmp_path / "words" / "tokenizer.json").stat().st_mtime_ns == kept
     assert capfd.readouterr().out.count("training a tokenizer") == 1
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["words"]
-    with pytest.raises(ValueError, match="needs facts, the folder of bAbI"):
-        make_task(recipes.recipe("lmm-babilong").change({"data.path": str(tmp_path / "other")}))
-    with pytest.raises(ValueError, match=r"holds no qa1_\*_train.txt"):
-        make_task(
-            config.change({"task.settings": {**given, "facts": str(tmp_path / "x")}, "data.path": str(tmp_path / "y")})
-        )
-    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["words"]
+    with pytest.raises(ValueError, match=r"'vocab_size': 400}, not for .*'vocab_size': 500}; give another data.path"):
+        make_task(config.change({"data.vocab_size": 500}))
+    keep_words(config, tmp_path / "run", begun=False)
+    keep_words(config, tmp_path / "run", begun=True)
+    (tmp_path / "words" / "tokenizer.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"is not the one that the run .* began with"):
+        keep_words(config, tmp_path / "run", begun=True)
+    placed = fit_to_data(recipe.change({"task.settings": given}), {"task.settings"}).data.path
+    assert (Path(placed).is_absolute(), Path(placed).name) == (True, "babilong-noise.txt-bpe4096")
+    for wrong, says in (
+        ({}, "needs facts, the folder of bAbI"),
+        ({"facts": "x", "text": "y"}, r"holds no qa1_\*_train"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            train_words(config.change({"task.settings": wrong, "data.path": str(tmp_path / "other")}))
+    assert {path.name for path in tmp_path.iterdir() if path.is_dir()} == {"run", "words"}
+    assert "training" not in capfd.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -102,6 +117,7 @@ def test_a_task_in_words_trains_its_tokenizer_once_and_keeps_it(tmp_path, capfd)
     [
         ({"task.stages": [[1, [{"length": 32, "pairs": 4}]]]}, "begins at step 0"),
         ({"task.stages": [[0, [{"pairs": 4}]]]}, "task.stages lists"),
+        ({"task.tests": [{"length": 0}]}, "every level in task.tests has a length"),
         ({"data.length": 32}, "give data.length of at least"),
         ({"task.settings": {"size": 3}}, "the task 'recall' has no setting 'size'"),
         ({"task.settings": {"vocab_size": "x"}}, "vocab_size of the task 'recall' must be a whole number, got 'x'"),

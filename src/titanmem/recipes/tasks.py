@@ -94,7 +94,7 @@ def task_recipe(model: str, task: str) -> TrainConfig:
         built = task_model(model, made.vocab_size, made.summary_id)
     elif task == "babilong":
         built = STORY.model(model, STORY_VOCAB)
-        data = replace(data, path=f"data/babilong-bpe{STORY_VOCAB}", tokenizer="bpe", vocab_size=STORY_VOCAB)
+        data = replace(data, tokenizer="bpe", vocab_size=STORY_VOCAB)
     else:
         built = LONG.model(model, BYTES)
     return TrainConfig(

@@ -192,7 +192,7 @@ class Babilong(TaskExperiment):
         return [
             BabilongJob(
                 model=model, seed=seed, task=self.name, facts=facts, noise=self.data, questions=there, lengths=lengths,
-                words=str(self.runs / f"babilong-bpe{STORY_VOCAB}"),
+                words=str(self.runs / f"babilong-{Path(self.data).name}-bpe{STORY_VOCAB}"),
                 samples={"tiny": 2, "small": 64, "paper": 100}[self.scale], **self.shared(own),
             )
             for model in self.models for seed in self.seeds()

@@ -32,6 +32,7 @@ TITLES = {
     "mag": "+ attention: MAG", "mal": "+ attention: MAL",
 }  # fmt: skip
 SHAPES = [(16, 2048), (8, 4096), (4, 8192), (2, 16_384), (1, 32_768)]
+CPU_SHAPES = [(4, 512), (2, 1024), (1, 2048)]
 
 
 def with_fla() -> bool:
@@ -172,7 +173,8 @@ class Depth(TextExperiment):
 
     def alone(self) -> list[Job]:
         own = {"scale": self.scale, **self.own}
-        shapes = [(2, 64), (1, 128)] if self.scale == "tiny" else SHAPES
+        shapes = SHAPES if torch.cuda.is_available() else CPU_SHAPES
+        shapes = [(2, 64), (1, 128)] if self.scale == "tiny" else shapes
         shared = {
             **self.shared(own),
             "table": self.name,
@@ -192,10 +194,12 @@ class Depth(TextExperiment):
         return "\n".join([super().table(records), *(["", *speed.table(found, DEEP)] if found else [])])
 
     def figure(self, records: Sequence[RunRecord]) -> Any | None:
-        drawn, (left, right) = new_figure(2, width=5.6, height=4.4)
-        language.draw_positions(left, self.chosen(records))
-        speed.draw(right, self.speeds(records), DEEP)
-        left.legend(frameon=False, fontsize=8)
+        found = self.speeds(records)
+        drawn, axes = new_figure(2 if found else 1, width=5.6, height=4.4)
+        language.draw_positions(axes[0], self.chosen(records))
+        axes[0].legend(frameon=False, fontsize=8)
+        if found:
+            speed.draw(axes[1], found, DEEP)
         return drawn
 
 

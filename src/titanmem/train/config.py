@@ -249,10 +249,10 @@ class TaskConfig(Config):
         expected = 'task.stages lists [first step, levels], for instance [[0, [{"length": 64, "pairs": 4}]]]'
         for entry in self.stages:
             fits = isinstance(entry, (list, tuple)) and len(entry) == 2 and type(entry[0]) is int and entry[1]
-            require(bool(fits) and all("length" in level for level in entry[1]), f"{expected}, got {entry!r}")
+            require(bool(fits) and all(level.get("length") for level in entry[1]), f"{expected}, got {entry!r}")
         require(bool(self.stages) and self.stages[0][0] == 0, f"{expected}; the first stage begins at step 0")
         require(
-            all("length" in test for test in self.tests), f"every level in task.tests has a length, got {self.tests}"
+            all(test.get("length") for test in self.tests), f"every level in task.tests has a length, got {self.tests}"
         )
 
     def levels_at(self, step: int) -> Sequence[dict[str, Any]]:
@@ -363,6 +363,11 @@ class TrainConfig(RunConfig):
         from titanmem.train.data import open_data
 
         open_data(self)
+
+    def keep_data(self, folder: Path, begun: bool) -> None:
+        from titanmem.train.data import keep_words
+
+        keep_words(self, folder, begun)
 
     def write_beside(self, folder: Path, run: Path) -> None:
         from titanmem.train.data import tokenizer_of

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -19,6 +20,7 @@ from titanmem.data.tokenizer import Tokenizer, load_tokenizer, train_bpe
 from titanmem.tasks import TEXT_TASKS, Task, open_task, task_texts
 from titanmem.train.config import DataConfig, RunConfig, TrainConfig
 
+MADE = "made.json"  # beside the tokenizer of a task
 _PREPARED = ("source", "tokenizer", "vocab_size", "held_out", "limit_tokens")  # what decides a prepared folder
 
 
@@ -26,7 +28,9 @@ def fit_to_data(config: TrainConfig, given: Collection[str]) -> TrainConfig:
     """Settle what follows from the settings that were `given` (dotted names): another source gets another folder, a
     prepared folder says what it was made from, and the model's vocabulary is that of the text or task."""
     if config.task is not None:
-        if config.task.name in TEXT_TASKS and config.data.tokenizer == "bpe":  # it may have to be trained first
+        if trains_words(config):  # not now, so nothing of it can be asked
+            place = Path(config.data.path if "data.path" in given else task_path(config)).resolve()
+            config = replace(config, data=replace(config.data, path=str(place)))
             fitted: dict[str, Any] = {"vocab_size": config.data.vocab_size or BPE_VOCAB, "summary_id": None}
         else:
             task = make_task(config)
@@ -65,13 +69,20 @@ def fit_to_data(config: TrainConfig, given: Collection[str]) -> TrainConfig:
 
 def default_path(data: DataConfig) -> str:
     """A folder for this source and tokenizer: corpus/ with a BPE of 1,024 goes to data/corpus-bpe1024."""
-
-    def short(text: str) -> str:
-        return re.sub(r"[^A-Za-z0-9.]+", "-", text).strip("-.").lower()[-60:] or "text"
-
     size = f"{data.vocab_size or BPE_VOCAB}" if data.tokenizer == "bpe" else ""
     place = Path(data.source)
-    return f"data/{short(place.name if place.exists() else data.source)}-{short(data.tokenizer)}{size}"
+    return f"data/{_short(place.name if place.exists() else data.source)}-{_short(data.tokenizer)}{size}"
+
+
+def task_path(config: TrainConfig) -> str:
+    """A folder for the tokenizer of a task in words: BABILong in novels/ goes to data/babilong-novels-bpe4096."""
+    assert config.task is not None
+    text = Path(str(config.task.settings.get("text") or "noise")).name
+    return f"data/{config.task.name}-{_short(text)}-bpe{config.data.vocab_size or BPE_VOCAB}"
+
+
+def _short(text: str) -> str:
+    return re.sub(r"[^A-Za-z0-9.]+", "-", text).strip("-.").lower()[-60:] or "text"
 
 
 def make_task(config: TrainConfig) -> Task:
@@ -80,23 +91,59 @@ def make_task(config: TrainConfig) -> Task:
     return open_task(config.task.name, task_tokenizer(config), **config.task.settings)
 
 
+def trains_words(config: TrainConfig) -> bool:
+    """Whether a task has a tokenizer that is trained on its own texts, in data.path."""
+    return config.task is not None and config.task.name in TEXT_TASKS and config.data.tokenizer == "bpe"
+
+
 def task_tokenizer(config: TrainConfig) -> Tokenizer | None:
-    """That of a task in words; "bpe" is trained on the task's own texts and kept in data.path."""
+    """That of a task in words."""
     assert config.task is not None
     if config.task.name not in TEXT_TASKS:
         return None
-    if config.data.tokenizer != "bpe":
+    if not trains_words(config):
         return load_tokenizer(config.data.tokenizer)
-    place = Path(config.data.path)
-    if not place.is_dir():
-        texts = task_texts(config.task.name, **config.task.settings)
-        print(f"training a tokenizer for {config.task.name} in {place}", flush=True)
-        aside = place.with_name(f"{place.name}.{os.getpid()}")  # whole or not at all
-        train_bpe(texts, config.data.vocab_size or BPE_VOCAB).save(aside)
-        with suppress(OSError):  # another run was faster
-            aside.rename(place)
-        shutil.rmtree(aside, ignore_errors=True)
+    place, made = Path(config.data.path), _made(config)
+    require((place / MADE).is_file(), f"{place} holds no tokenizer that was trained for a task; give another data.path")
+    held = json.loads((place / MADE).read_text())
+    require(held == made, f"{place} holds a tokenizer for {held}, not for {made}; give another data.path")
     return load_tokenizer(place)
+
+
+def train_words(config: TrainConfig) -> None:
+    """Train the tokenizer of a task where there is none yet."""
+    assert config.task is not None
+    place = Path(config.data.path)
+    if place.exists():
+        return
+    texts = list(task_texts(config.task.name, **config.task.settings))
+    print(f"training a tokenizer for {config.task.name} in {place}", flush=True)
+    aside = place.with_name(f"{place.name}.{os.getpid()}")  # whole or not at all
+    train_bpe(texts, config.data.vocab_size or BPE_VOCAB).save(aside)
+    (aside / MADE).write_text(json.dumps(_made(config)) + "\n")
+    with suppress(OSError):  # another run was faster
+        aside.rename(place)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def keep_words(config: TrainConfig, run: Path, begun: bool) -> None:
+    """Keep such a tokenizer with the run too: when it goes on, the one in data.path must be the same."""
+    if not trains_words(config):
+        return
+    now, held = (place / "tokenizer.json" for place in (Path(config.data.path), run / "words"))
+    if not (begun and held.exists()):
+        shutil.copytree(now.parent, held.parent, dirs_exist_ok=True)
+    require(
+        now.read_bytes() == held.read_bytes(),
+        f"the tokenizer in {now.parent} is not the one that the run in {run} began with, which is in {held.parent}; "
+        "copy that back",
+    )
+
+
+def _made(config: TrainConfig) -> dict[str, Any]:
+    """What decides such a tokenizer; its texts are in the name of its folder."""
+    assert config.task is not None
+    return {"task": config.task.name, "vocab_size": config.data.vocab_size or BPE_VOCAB}
 
 
 def tokenizer_of(config: RunConfig) -> Tokenizer | None:
@@ -112,6 +159,8 @@ def open_data(config: TrainConfig) -> None:
     """Prepare the text if it is not there yet, or try every level of the task; check it against the model."""
     data = config.data
     if config.task is not None:
+        if trains_words(config):
+            train_words(config)
         task = make_task(config)
         require(
             task.vocab_size <= config.model.vocab_size,

@@ -300,8 +300,8 @@ def claim_folder(config: RunConfig, folder: Path) -> None:
         differ = [name for name in mine if mine[name] != held.get(name)]
         if differ:
             raise ValueError(
-                f"{folder} holds a run with another config (it differs in {', '.join(differ)}); choose another --out, "
-                f"or go on with its own config: titanmem train --resume {folder}"
+                f"{folder} holds a run with another config (it differs in {', '.join(differ)}); choose another --out "
+                f"(of an experiment: --runs), or go on with its own config: titanmem train --resume {folder}"
             )
     config.prepare()
     config.keep_data(folder, begun)
