@@ -11,11 +11,12 @@ import torch
 from titanmem import recipes
 from titanmem.cli import main
 from titanmem.models.cost import parameters
-from titanmem.train.data import fit_to_data, keep_words, make_task, train_words
+from titanmem.train.data import fit_to_data, make_task
 from titanmem.train.export import export, load_run
 from titanmem.train.loop import train
 from titanmem.train.parallel import Ranks
 from titanmem.train.source import TaskSource
+from titanmem.train.words import keep_words, train_words
 
 SMALL = {
     "model.dim": 32, "model.mlp_width": 32, "model.num_layers": 1, "model.memory.chunk_len": 16, "steps": 4,

@@ -365,7 +365,7 @@ class TrainConfig(RunConfig):
         open_data(self)
 
     def keep_data(self, folder: Path, begun: bool) -> None:
-        from titanmem.train.data import keep_words
+        from titanmem.train.words import keep_words
 
         keep_words(self, folder, begun)
 
