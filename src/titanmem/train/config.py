@@ -33,9 +33,11 @@ class OptimConfig(Config):
     eps: float = 1e-8
     weight_decay: float = 0.1  # matrices only: not norms, biases, gates, convolutions and the initial memory
     clip: float = 1.0
+    gate_rate: float = 1.0  # times lr, for the memory's gates
 
     def __post_init__(self) -> None:
         check_types(self)
+        require(self.gate_rate > 0, f"optim.gate_rate must be positive, got {self.gate_rate}")
         require(self.lr > 0, f"optim.lr must be positive, got {self.lr}")
         betas = self.betas
         require(
@@ -57,6 +59,7 @@ class ParallelConfig(Config):
     recompute: bool = False  # activation checkpointing, block by block
     compile: bool = False  # torch.compile, block by block
     graphs: bool = True  # CUDA graphs of forward and backward, on one GPU and for batches that are all of one form
+    repeatable: bool = False  # on a GPU: the same bits again, somewhat slower; on a CPU they are the same anyway
 
     def __post_init__(self) -> None:
         check_types(self)

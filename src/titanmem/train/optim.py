@@ -20,17 +20,24 @@ def decays(name: str, parameter: Tensor) -> bool:
 
 
 def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
-    """Fused AdamW with two groups of parameters."""
-    groups: dict[bool, list[Tensor]] = {True: [], False: []}
+    """Fused AdamW with groups of parameters: what decays, what does not, and gates where they have their own rate."""
+    groups: dict[tuple[bool, float], list[Tensor]] = {(True, 1.0): [], (False, 1.0): []}
     for name, parameter in model.named_parameters():
-        groups[decays(name, parameter)].append(parameter)
+        pace = config.gate_rate if "gates" in name.split(".") else 1.0
+        groups.setdefault((decays(name, parameter), pace), []).append(parameter)
     settings = [
-        {"params": members, "weight_decay": config.weight_decay if decay else 0.0}
-        for decay, members in groups.items()
+        {"params": members, "weight_decay": config.weight_decay if decay else 0.0, "pace": pace}
+        for (decay, pace), members in groups.items()
         if members
     ]
     first, second = config.betas
     return torch.optim.AdamW(settings, lr=config.lr, betas=(first, second), eps=config.eps, fused=True)
+
+
+def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """The learning rate of the next step."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate * group.get("pace", 1.0)
 
 
 def rate_at(config: OptimConfig, step: int, steps: int) -> float:

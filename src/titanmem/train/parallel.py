@@ -15,10 +15,28 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils import deterministic
 from torch.utils.checkpoint import checkpoint
 
 from titanmem.state import ModelState
 from titanmem.train.config import ParallelConfig
+
+
+@contextmanager
+def repeatable(on: bool) -> Iterator[None]:
+    """Where `on`, torch adds up in a fixed order, which gradients of embeddings and attention on a GPU else do not."""
+    flags: Any = deterministic
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    filled = flags.fill_uninitialized_memory
+    if on:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # which cuBLAS wants for it
+        torch.use_deterministic_algorithms(True)
+        flags.fill_uninitialized_memory = False  # a debugging help that costs time
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        flags.fill_uninitialized_memory = filled
 
 
 @dataclass(frozen=True)
