@@ -168,7 +168,7 @@ def small_model(case: str, layers: int = 2, dtype: torch.dtype = torch.float64, 
     elif case == "rmt":
         settings |= {"memory_tokens": 3}
     elif case == "attention-window":
-        settings |= {"block": "attention", "attention_window": 5}
+        settings |= {"block": "attention", "attention_window": 5, "attention_conv": 3}
     elif case == "hybrid":
         settings |= {"block": ["mac", "attention", "lmm"], "num_layers": 3}
     torch.manual_seed(0)

@@ -442,6 +442,7 @@ class WindowState(State):
     keys: Tensor  # [B, window_len − 1, heads, width], rotated; none before the first token
     values: Tensor
     position: Tensor
+    conv: ConvState | None = None  # where queries, keys and values are convolved
 
     def matched(self, other: WindowState) -> WindowState:
         grow = other.keys.shape[1] - self.keys.shape[1]  # full attention: rows of different length

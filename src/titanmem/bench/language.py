@@ -27,12 +27,13 @@ from titanmem.config import require
 from titanmem.data.shards import Index, TokenShards
 from titanmem.data.tokenizer import Tokenizer
 from titanmem.recipes.language import ABLATED, COMPARED, COMPARED_FLA, DEEP, language_run
+from titanmem.recipes.models import CONVOLVED, TRANSFORMERS
 from titanmem.train.config import RunConfig, TrainConfig
 from titanmem.train.data import tokenizer_of
 from titanmem.train.evaluate import memory_work, token_losses
 from titanmem.train.export import load_run
 
-ORDER = (*dict.fromkeys((*ABLATED, *COMPARED, *DEEP, *COMPARED_FLA)),)  # of rows
+ORDER = (*dict.fromkeys((*ABLATED, *COMPARED, *CONVOLVED, *DEEP, *COMPARED_FLA)),)  # of rows
 TEST_LENGTH = {"tiny": 256, "small": 32_768, "paper": 32_768}
 STRETCHES, DOCUMENTS = 4, 8  # of a document, of a part
 ROWS, PIECE = 8, 2048  # read at once
@@ -68,7 +69,8 @@ class LanguageJob(TrainingJob):
     @property
     def weight(self) -> float:
         """Deep memories have no kernels; segments come one after another."""
-        return {"depth3": 4.0, "depth4": 5.0, "mac": 2.0, "attention": 0.5, "window": 0.5}.get(self.model, 1.0)
+        own = {"depth3": 4.0, "depth4": 5.0, "mac": 2.0, **dict.fromkeys((*TRANSFORMERS, *CONVOLVED), 0.5)}
+        return own.get(self.model, 1.0)
 
     def config(self) -> TrainConfig:
         own = {"data.source": self.source, "data.path": self.text}

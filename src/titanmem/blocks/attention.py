@@ -11,11 +11,14 @@ from titanmem.state import State, WindowState
 
 
 class AttentionBlock(Block):
-    """y = Attention(x). It has no memory and no persistent tokens; with `attention_window=None` its state grows."""
+    """y = Attention(x). It has no memory and no persistent tokens; with `attention_window=None` its state grows. With
+    `attention_conv` it has the convolution of the memory, so that both can be compared with it and without."""
 
     def __init__(self, config: BlockConfig) -> None:
         super().__init__(config)
-        self.window = WindowAttention(config.dim, config.num_heads, config.attention_window, config.rope_base)
+        self.window = WindowAttention(
+            config.dim, config.num_heads, config.attention_window, config.rope_base, config.attention_conv
+        )
 
     @staticmethod
     def uses_persistent(config: BlockConfig) -> bool:

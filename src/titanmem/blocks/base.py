@@ -31,6 +31,7 @@ class BlockConfig(Config):
     memory: MemoryConfig
     window_len: int | None = 2048  # MAG and MAL; None: full attention
     attention_window: int | None = None  # the plain attention block
+    attention_conv: int = 1  # the same: width of a convolution of its queries, keys and values; 1: none
     segment_len: int = 512  # MAC
     memory_tokens: int | None = None  # MAC: None is one per token, a number is that many from learned queries
     num_persistent: int = 128

@@ -16,4 +16,4 @@ class RMTBlock(AttentionBlock):
     """y = Attention(x) over the segment's memory tokens and tokens."""
 
     def __init__(self, config: BlockConfig) -> None:
-        super().__init__(replace(config, attention_window=None))
+        super().__init__(replace(config, attention_window=None, attention_conv=1))

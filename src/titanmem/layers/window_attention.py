@@ -9,19 +9,23 @@ from torch.nn.functional import pad
 from titanmem.layers.contain import contain
 from titanmem.layers.rotary import Rotary
 from titanmem.ops.attention import Prefix, window_attention
+from titanmem.ops.conv import causal_conv
 from titanmem.ops.layout import Layout
 from titanmem.ops.memory.plan import token_positions
-from titanmem.state import WindowState
+from titanmem.state import ConvState, WindowState
 
 
 class WindowAttention(nn.Module):
     """Causal attention over the last `window_len` tokens (None: all of them) and a prefix.
 
     The state keeps window_len − 1 rotated keys and values and each row's position. Full attention keeps everything it
-    has read, so its state grows.
+    has read, so its state grows. With `conv_width` above 1 queries, keys and values of the tokens pass a causal
+    depthwise convolution first.
     """
 
-    def __init__(self, dim: int, num_heads: int, window_len: int | None, rope_base: float = 10_000.0) -> None:
+    def __init__(
+        self, dim: int, num_heads: int, window_len: int | None, rope_base: float = 10_000.0, conv_width: int = 1
+    ) -> None:
         super().__init__()
         if dim % num_heads or (dim // num_heads) % 2:
             raise ValueError(f"dim={dim} must divide into num_heads={num_heads} heads of even width")
@@ -30,6 +34,10 @@ class WindowAttention(nn.Module):
         self.num_heads, self.window_len, self.rope_base = num_heads, window_len, rope_base
         self.qkv = nn.Linear(dim, 3 * dim, bias=False)
         self.out = nn.Linear(dim, dim, bias=False)
+        self.conv = nn.Parameter(torch.empty(conv_width, 3 * dim)) if conv_width > 1 else None
+        if self.conv is not None:
+            bound = conv_width**-0.5
+            nn.init.uniform_(self.conv, -bound, bound)
 
     def start(self, batch: int) -> WindowState:
         """Nothing seen yet."""
@@ -37,7 +45,8 @@ class WindowAttention(nn.Module):
         width = weight.shape[1] // self.num_heads
         empty = weight.new_zeros(batch, 0, self.num_heads, width)
         position = torch.zeros(batch, dtype=torch.int64, device=weight.device)
-        return WindowState(empty, empty.clone(), position)
+        conv = None if self.conv is None else ConvState(weight.new_zeros(batch, len(self.conv) - 1, len(weight)))
+        return WindowState(empty, empty.clone(), position, conv)
 
     def prefix(self, tokens: Tensor | None) -> Prefix | None:
         """Keys and values of persistent tokens [P, dim], not rotated: their score does not depend on the position."""
@@ -48,7 +57,10 @@ class WindowAttention(nn.Module):
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q, k, v [B, T, H, D], not rotated."""
-        return self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).unbind(2)
+        return self._split(self.qkv(x))
+
+    def _split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return qkv.unflatten(-1, (3, self.num_heads, -1)).unbind(2)
 
     def forward(
         self, x: Tensor, state: WindowState, *, prefix: Tensor | None = None, layout: Layout | None = None
@@ -59,7 +71,10 @@ class WindowAttention(nn.Module):
         if tokens == 0:
             return x, state
         x, finite = contain(x)
-        q, k, v = self.project(x)
+        qkv, conv = self.qkv(x), state.conv
+        if self.conv is not None and conv is not None:
+            qkv, conv = causal_conv(qkv, self.conv, conv, layout)
+        q, k, v = self._split(qkv)
         position = token_positions(state.position, tokens, layout.starts)
         rotate = Rotary(position, q.shape[-1], self.rope_base, q.dtype)
         rotated_q, rotated_k = rotate(q), rotate(k)
@@ -72,7 +87,7 @@ class WindowAttention(nn.Module):
             document=document,
         )  # fmt: skip
         y = torch.where(finite, self.out(y.flatten(2)), float("nan"))
-        return y, self._roll(keys, values, position, state, layout)
+        return y, WindowState(*self._roll(keys, values, position, state, layout), conv)
 
     def _visible(self, state: WindowState, tokens: int) -> Tensor | None:
         """Which entries of [kept | new] hold a token."""
@@ -92,8 +107,10 @@ class WindowAttention(nn.Module):
         number = layout.starts.cumsum(1)
         return torch.cat([number.new_zeros(number.shape[0], kept), number], 1)
 
-    def _roll(self, keys: Tensor, values: Tensor, position: Tensor, state: WindowState, layout: Layout) -> WindowState:
-        """Keep the last window_len − 1 real entries of every row."""
+    def _roll(
+        self, keys: Tensor, values: Tensor, position: Tensor, state: WindowState, layout: Layout
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The last window_len − 1 real entries of every row, keys and values, and its position after them."""
         if self.window_len is None:
             kept = keys.shape[1] if layout.lengths is None else int(self._after(position, state, layout).max())
         else:
@@ -103,11 +120,11 @@ class WindowAttention(nn.Module):
             keys, values = (pad(x, (0, 0, 0, 0, short, 0)) for x in (keys, values))
         if layout.lengths is None:
             last = keys.shape[1] - kept
-            return WindowState(keys[:, last:], values[:, last:], position[:, -1] + 1)
+            return keys[:, last:], values[:, last:], position[:, -1] + 1
         end = max(short, 0) + state.keys.shape[1] + layout.lengths  # entries [0, end) are behind the row's next token
         index = (end.unsqueeze(1) - kept + torch.arange(kept, device=end.device)).clamp(min=0)
         spread = index[:, :, None, None].expand(-1, -1, *keys.shape[2:])
-        return WindowState(keys.gather(1, spread), values.gather(1, spread), self._after(position, state, layout))
+        return keys.gather(1, spread), values.gather(1, spread), self._after(position, state, layout)
 
     @staticmethod
     def _after(position: Tensor, state: WindowState, layout: Layout) -> Tensor:

@@ -47,6 +47,7 @@ class TitansConfig(ModelConfig):
     memory: dict[str, Any] | MemoryConfig = field(default_factory=dict)
     window_len: int | None = 2048  # MAG and MAL
     attention_window: int | None = None  # plain attention blocks; None: full
+    attention_conv: int = 1  # plain attention blocks: width of a convolution of queries, keys and values; 1: none
     segment_len: int = 512  # MAC and RMT
     memory_tokens: int | None = None  # MAC: None is one per token; RMT: None is 16
     num_persistent: int = 128
@@ -67,7 +68,7 @@ class TitansConfig(ModelConfig):
         windows = [name for name in ("window_len", "attention_window") if getattr(self, name) is not None]
         check_counts(self, *windows)
         require(self.rope_base > 0, f"rope_base must be positive, got {self.rope_base}")
-        check_counts(self, "vocab_size", "dim", "num_layers", "num_heads", "segment_len")
+        check_counts(self, "vocab_size", "dim", "num_layers", "num_heads", "segment_len", "attention_conv")
         require(
             self.dim % self.num_heads == 0 and (self.dim // self.num_heads) % 2 == 0,
             f"dim={self.dim} must divide into num_heads={self.num_heads} attention heads of even width",
@@ -119,6 +120,7 @@ class TitansConfig(ModelConfig):
             memory=self.memory_config(),
             window_len=self.window_len,
             attention_window=self.attention_window,
+            attention_conv=self.attention_conv,
             segment_len=self.segment_len,
             memory_tokens=self.memory_tokens,
             num_persistent=self.num_persistent,

@@ -13,15 +13,15 @@ from dataclasses import dataclass, replace
 from titanmem.config import require
 from titanmem.models.sizes import SIZES, TEXT_MEMORY
 from titanmem.recipes import fineweb
-from titanmem.recipes.models import ABLATIONS, DEPTHS, FLA_MODELS, TITANS, Frame
+from titanmem.recipes.models import ABLATIONS, DEPTHS, FLA_MODELS, TITANS, TRANSFORMERS, Frame
 from titanmem.train.config import DataConfig, OptimConfig, TrainConfig
 
-COMPARED = (*TITANS, "attention", "window")  # and, where flash-linear-attention is:
+COMPARED = (*TITANS, *TRANSFORMERS)  # and, where flash-linear-attention is:
 COMPARED_FLA = ("fla_gated_deltanet", "fla_deltanet")
 ABLATED = ("lmm", *ABLATIONS, "mac", "mag", "mal")  # the rows of Table 5
 DEEP = tuple(DEPTHS)
 BYTES = 256
-_STILL = ("attention", *FLA_MODELS)  # keep every token, or no state: each of their rows begins anew
+_STILL = ("attention", "attention_conv", *FLA_MODELS)  # keep every token, or no state: each of their rows begins anew
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ no_conv no_momentum no_forget no_persistent
                                        the LMM without one of its parts
 depth1 depth2 depth3 depth4            the LMM with a memory of so many matrices
 attention window                       Transformer++ with full attention, and with the window of MAG and MAL
+attention_conv window_conv             the same with the memory's convolution of queries, keys and values
 rmt                                    recurrent memory transformer: segments as MAC's, 16 memory tokens
 fla_retnet fla_gla fla_mamba fla_mamba2 fla_deltanet fla_gated_deltanet fla_samba
 fla_gated_deltanet_h1 fla_gated_deltanet_h2
@@ -27,7 +28,9 @@ from titanmem.models.sizes import fit_mlp
 
 TITANS = ("lmm", "mac", "mag", "mal")
 RELATIVES = {"gated_delta": "gated-delta", "delta": "delta", "ttt": "ttt-linear", "ttt_mlp": "ttt-mlp"}
-MODELS = (*TITANS, "linear", *RELATIVES, "attention", "window", "rmt")
+TRANSFORMERS = ("attention", "window")
+CONVOLVED = tuple(f"{name}_conv" for name in TRANSFORMERS)
+MODELS = (*TITANS, "linear", *RELATIVES, *TRANSFORMERS, *CONVOLVED, "rmt")
 HYBRIDS = {  # with attention over the window, layer after layer
     "fla_samba": ("fla_mamba", "attention"),
     "fla_gated_deltanet_h1": ("fla_gated_deltanet", "attention"),
@@ -93,8 +96,11 @@ class Frame(Config):
             return {"block": "lmm", "memory": {**self.memory, **MEMORIES[name]}}
         if name == "no_persistent":
             return {"block": "lmm", "persistent_memory": False}
-        if name == "window":
-            return {"block": "attention", "attention_window": self.window}
+        if name in (*TRANSFORMERS, *CONVOLVED):
+            plain = name.removesuffix("_conv")
+            window = {"attention_window": self.window} if plain == "window" else {}
+            conv = {} if plain == name else {"attention_conv": lmm.memory_config().conv_width}
+            return {"block": "attention", **window, **conv}
         if name in HYBRIDS:
             order = HYBRIDS[name]
             layers = max(self.num_layers, len(order))  # one of each at least

@@ -22,6 +22,7 @@ from titanmem.config import require
 from titanmem.eval.published import PUBLISHED, beside
 from titanmem.models.sizes import SIZES
 from titanmem.recipes.language import ABLATED, COMPARED, COMPARED_FLA, DEEP, language_run, language_sizes
+from titanmem.recipes.models import CONVOLVED
 from titanmem.reproduce.experiment import Experiment, SearchedExperiment
 from titanmem.train.plots import new_figure
 
@@ -155,7 +156,7 @@ class Language(TextExperiment):
 
     @property
     def models(self) -> list[str]:
-        there = (*COMPARED, *(COMPARED_FLA if with_fla() else ()))
+        there = (*COMPARED, *CONVOLVED, *(COMPARED_FLA if with_fla() else ()))
         return self.pick(self.request.models, COMPARED, there, there)
 
     def table(self, records: Sequence[RunRecord]) -> str:
