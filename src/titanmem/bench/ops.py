@@ -149,7 +149,7 @@ def bench_ops(cases: Sequence[MemoryCase], device: torch.device, repeats: int) -
     for case in cases:
         problem = MemoryProblem(case, device)
         works: dict[str, tuple[Work, Work]] = {}
-        note = {}
+        note, slow = {}, set()
         why = support.why_not(problem.low[0].to(dtype), False, problem.weights(dtype), case.chunk)
         if why is not None:
             note["titanmem plain torch"] = f"no kernels: {why}"
@@ -164,8 +164,10 @@ def bench_ops(cases: Sequence[MemoryCase], device: torch.device, repeats: int) -
         for peer in peers.operations():
             works[peer.name] = peer.build(case, device, dtype)
             note[peer.name] = peer.note
+            slow |= {peer.name} if peer.launched else set()
         ahead, whole = (
-            interleaved({name: pair[i] for name, pair in works.items()}, device, repeats, graphs=True) for i in range(2)
+            interleaved({name: pair[i] for name, pair in works.items()}, device, repeats, graphs=set(works) - slow)
+            for i in range(2)
         )
         for name, pair in works.items():
             ours = name.startswith("titanmem") and device.type == "cuda"

@@ -6,7 +6,7 @@ import importlib.util
 import platform
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 from importlib.metadata import version
 
@@ -34,17 +34,18 @@ class Timing:
 
 
 def interleaved(
-    works: dict[str, Work], device: torch.device, repeats: int, warmup: int = 2, graphs: bool = False
+    works: dict[str, Work], device: torch.device, repeats: int, warmup: int = 2, graphs: bool | Container[str] = False
 ) -> dict[str, Timing]:
     """Every work in turn, `repeats` times, so that a change of the machine's mood meets all of them.
 
-    On a GPU nothing waits for the end of a work: the host runs ahead as it does in training. `graphs`: as CUDA graphs
-    where a work can be captured, so that what the host does is not counted."""
+    On a GPU nothing waits for the end of a work: the host runs ahead as it does in training. `graphs`: as CUDA graphs,
+    all or those that are named, where a work can be captured, so that what the host does is not counted."""
     for work in works.values():
         for _ in range(warmup):
             work()
     if device.type == "cuda" and graphs:
-        works = {name: captured(work) for name, work in works.items()}
+        chosen = works if graphs is True else graphs
+        works = {name: captured(work) if name in chosen else work for name, work in works.items()}
     clock = on_gpu if device.type == "cuda" else on_cpu
     return {name: Timing.of(found) for name, found in clock(works, repeats).items()}
 

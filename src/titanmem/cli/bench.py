@@ -24,6 +24,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         verb.add_argument("--tokens", type=int, default=None, help="most tokens of a row, a context or the stream")
         verb.add_argument("--kernels", action="store_true", help="whole models with the kernels")
         verb.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder for JSON and pictures")
+        if name == "ops":
+            verb.add_argument("--hidden", default=None, help="hidden units, with commas (default: 64,128,256; 64,256)")
         if name in _MODELS:
             verb.add_argument(
                 "models", nargs="*", metavar="MODEL",
@@ -71,13 +73,15 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _ops(arguments: argparse.Namespace, device: Any) -> Iterator[dict[str, Any]]:
     from titanmem.bench.ops import MemoryCase, bench_ops
+    from titanmem.bench.script import numbers
 
+    asked = numbers(arguments.hidden, "--hidden") if arguments.hidden else None
     if device.type == "cuda":
         tokens = arguments.tokens or 4096
-        cases = [MemoryCase(8, tokens, hidden=hidden) for hidden in (64, 128, 256)]
-        cases.append(MemoryCase(8, tokens, hidden=256, chunk=128))
+        cases = [MemoryCase(8, tokens, hidden=hidden) for hidden in asked or (64, 128, 256)]
+        cases += [] if asked else [MemoryCase(8, tokens, hidden=256, chunk=128)]
     else:
-        cases = [MemoryCase(1, arguments.tokens or 1024, heads=4, hidden=hidden) for hidden in (64, 256)]
+        cases = [MemoryCase(1, arguments.tokens or 1024, heads=4, hidden=hidden) for hidden in asked or (64, 256)]
     return bench_ops(cases, device, arguments.repeats)
 
 
