@@ -32,7 +32,8 @@ SHAPES: list[tuple[Any, ...]] = [
     (2, 200, 2, 64, 64, 64), (2, 321, 3, 64, 128, 64), (1, 256, 2, 64, 256, 64), (2, 30, 2, 64, 64, 64),
     (2, 300, 2, 64, 256, 128), (64, 130, 2, 64, 64, 16), (2, 600, 2, 128, 256, 256), (2, 200, 2, 128, 512, 64),
     (2, 100, 2, 48, 80, 32), (2, 333, 2, 64, 64, 64, 1), (2, 256, 2, 128, 128, 64, 1), (2, 300, 2, 32, 32, 128, 1),
-    (2, 192, 2, 64, 128, 64, 2, True), (2, 200, 2, 64, 256, 16, 2, True), (2, 333, 2, 64, 64, 64, 1, True),
+    (2, 192, 2, 64, 64, 64, 2, True), (2, 192, 2, 64, 128, 64, 2, True), (2, 192, 2, 64, 256, 64, 2, True),
+    (2, 300, 2, 64, 64, 64, 2, True), (2, 200, 2, 64, 256, 16, 2, True), (2, 333, 2, 64, 64, 64, 1, True),
     (2, 300, 2, 128, 256, 128, 2, True),
 ]  # fmt: skip
 SMALL: list[tuple[Any, ...]] = [(1, 40, 2, 16, 32, 16), (1, 33, 1, 16, 16, 16, 1), (1, 40, 2, 16, 32, 16, 2, True)]
@@ -125,7 +126,10 @@ def choices() -> Iterator[tuple[int, int]]:
 
 
 def write(name: str, found: dict[str, Any]) -> None:
-    (RESULTS / name).write_text(json.dumps(found, indent=1) + "\n")
+    """What the file says besides stays."""
+    file = RESULTS / name
+    held = json.loads(file.read_text()) if file.exists() else {}
+    file.write_text(json.dumps({**held, **found}, indent=1, ensure_ascii=False) + "\n")
 
 
 def main() -> None:
@@ -141,8 +145,7 @@ def main() -> None:
         if not arguments.small:
             write("kernel_checks.json", {"machine": about, "cases": found})
         sys.exit(0 if all(one["right"] for one in found) else 1)
-    full = [MemoryCase(8, 4096, hidden=hidden) for hidden in (64, 128, 256)]
-    full += [MemoryCase(8, 4096, hidden=128, base=True)]
+    full = [MemoryCase(8, 4096, hidden=hidden, base=base) for base in (False, True) for hidden in (64, 128, 256)]
     if arguments.what == "time":
         found = time_cases([*full, MemoryCase(8, 4096, hidden=256, chunk=128), MemoryCase(1, 32768)])
         write("kernels.json", {"machine": about, "cases": found})

@@ -134,7 +134,8 @@ def solve(
             outputs.append(y)
     results = [torch.cat(outputs, 1), *fast.weight, *fast.surprise]
     generator = torch.Generator().manual_seed(1)
-    total = sum((x * torch.randn(x.shape, generator=generator, dtype=x.dtype).to(x.device)).sum() for x in results)
+    upstream = [torch.randn(x.shape, generator=generator).bfloat16() for x in results]  # the same in every dtype
+    total = sum((x * given.to(x)).sum() for x, given in zip(results, upstream, strict=True))
     grads = torch.autograd.grad(total, leaves, allow_unused=True)
     zeros = [torch.zeros_like(x) if g is None else g for x, g in zip(leaves, grads, strict=True)]
     return [x.detach() for x in results] + zeros

@@ -36,8 +36,8 @@ SIZES = {
     "1.3b": Size(1.3e9, 18, 2048, 8, 7e-4, 100e9),
 }
 # A memory of two matrices that forgets to zero loses its learned start, and with it what its gradients flow through. On
-# text, small models that forget to their start came out better. The paper's sizes forget to zero, for which the fastest
-# kernels are made, and begin with steps so small and forget so little that it hardly shows (docs/log.md).
+# text, small models that forget to their start came out better. The paper's sizes forget to zero, and begin with steps
+# so small and forget so little that it hardly shows (docs/log.md).
 TEXT_MEMORY, SLOW_MEMORY = PRESETS["titans-text"], PRESETS["titans-slow"]
 _SMALLER: dict[str, dict[str, Any]] = {  # sizes that are ours
     "tiny": {

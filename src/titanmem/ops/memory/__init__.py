@@ -121,7 +121,7 @@ def memory(
             if not torch.compiler.is_compiling():
                 support.say_once(why)
             choice = "chunked"
-        elif (first := support.first_piece(q, fast, lengths, starts, chunk_len, base is not None)) is not None:
+        elif (first := support.first_piece(q, fast, lengths, starts, chunk_len)) is not None:
             return _in_two(first, q, k, v, gates, fast, lengths, starts, how)
     form = "triton" if choice == "triton" and fast.pending is None else "chunked"
     call, graded = _flat_call(q, k, v, gates, fast, gain, chunk_len, residual, clip, lengths, starts, fresh, base, form)

@@ -107,7 +107,7 @@ def scan(
         from titanmem.ops.memory.kernels import launch
 
         call = launch.Call(q, k, v, gates, state, fresh, base, gain, lengths, starts, chunk_len, residual, clip)
-        if whole_tiles(q, weight, chunk_len, lengths, bool(base)):
+        if whole_tiles(q, weight, chunk_len, lengths):
             from titanmem.ops.memory.kernels import hopper_launch
 
             return hopper_launch.forward(call, keep and keeps_states(weight, starts))
@@ -159,7 +159,7 @@ def _(
         width = slot_width(tokens, chunk_len, count, offset, starts)
         kept = Kept.room(weight, batch * heads, count, width, chunk_len)
         out += kept.states + kept.products
-    tiled = form == "triton" and whole_tiles(q, weight, chunk_len, lengths, bool(base))
+    tiled = form == "triton" and whole_tiles(q, weight, chunk_len, lengths)
     if keep and tiled and keeps_states(weight, starts):
         rows = batch * heads
         out.append(q.new_empty(rows, tokens, 4 * state[0].shape[-1]))
@@ -223,7 +223,7 @@ def scan_grads(
         from titanmem.ops.memory.kernels import launch
 
         call = launch.Call(q, k, v, gates, state, fresh, base, gain, lengths, starts, chunk_len, residual, clip)
-        if whole_tiles(q, state[: len(state) // 2], chunk_len, lengths, bool(base)):
+        if whole_tiles(q, state[: len(state) // 2], chunk_len, lengths):
             from titanmem.ops.memory.kernels import hopper_launch
 
             return hopper_launch.backward(call, grad_y, grad_state, kept)

@@ -39,15 +39,15 @@ def why_not(q: Tensor, channels: bool, weight: Sequence[Tensor], chunk_len: int)
     return None
 
 
-def square_tiles(q: Tensor, weight: Sequence[Tensor], chunk_len: int, base: bool) -> bool:
-    """Whether the Hopper kernels are made for a memory: all its tiles are 64 × 64, and it forgets to zero."""
-    square = not base and len(weight) == 2 and chunk_len == q.shape[-1] == 64 and weight[0].shape[-1] in (64, 128, 256)
+def square_tiles(q: Tensor, weight: Sequence[Tensor], chunk_len: int) -> bool:
+    """Whether the Hopper kernels are made for a memory: all its tiles are 64 × 64."""
+    square = len(weight) == 2 and chunk_len == q.shape[-1] == 64 and weight[0].shape[-1] in (64, 128, 256)
     return square and q.dtype == torch.bfloat16 and q.is_cuda and backend.hopper()
 
 
-def whole_tiles(q: Tensor, weight: Sequence[Tensor], chunk_len: int, lengths: Tensor | None, base: bool) -> bool:
+def whole_tiles(q: Tensor, weight: Sequence[Tensor], chunk_len: int, lengths: Tensor | None) -> bool:
     """Whether a call of the kernels takes the Hopper kernels; documents begin on chunk borders in both."""
-    return lengths is None and q.shape[1] % chunk_len == 0 and square_tiles(q, weight, chunk_len, base)
+    return lengths is None and q.shape[1] % chunk_len == 0 and square_tiles(q, weight, chunk_len)
 
 
 def keeps_states(weight: Sequence[Tensor], starts: Tensor | None) -> bool:
@@ -63,7 +63,7 @@ def say_once(why: str) -> None:
 
 
 def first_piece(
-    q: Tensor, fast: FastWeights, lengths: Tensor | None, starts: Tensor | None, chunk_len: int, base: bool
+    q: Tensor, fast: FastWeights, lengths: Tensor | None, starts: Tensor | None, chunk_len: int
 ) -> int | None:
     """How many tokens to run apart, so that the rest begins on a border and is not too long; None: all in one call.
 
@@ -71,7 +71,7 @@ def first_piece(
     whole chunk runs apart where the chunks before it can have the Hopper kernels."""
     tokens = q.shape[1]
     left = tokens % chunk_len
-    tiled = fast.pending is None and lengths is None and square_tiles(q, fast.start_weight, chunk_len, base)
+    tiled = fast.pending is None and lengths is None and square_tiles(q, fast.start_weight, chunk_len)
     if tiled and 0 < left < tokens:
         return tokens - left
     if torch.compiler.is_compiling() or starts is not None:

@@ -6,7 +6,11 @@ cores read them and from where the copy engine writes out what later kernels nee
 
     at      W₁, S₁, W₂, S₂ at the chunk's start
     tape    0 X₂  1 D₁  2 D₂  3 φ'(Z₁)  4 φ''(Z₁) ∘ E₁  5 ẑ; the reads' part of the gradients of
-            6 X₁  7 D₁  8 X₂  9 D₂  10 W₁  11 S₁  12 W₂  13 S₂
+            6 X₁  7 D₁  8 X₂  9 D₂  10 W₁  11 S₁  12 W₂  13 S₂  14 B₁  15 B₂
+
+With a base B the network's matrices are B + W, and the state is W as ever. The key side adds `base1` and `base2`
+(float32 [H, I, O]) to the tiles it reads, the query side reads B's own tiles (descriptors `fixed1`, `fixed2`). Kinds 14
+and 15 exist only then, and on the way back the keys' part of the gradients of B₁ and B₂ takes the place of 10 and 12.
 
     write_chunks     the key side, one program per piece and head
     read_chunks      the query side, one program per chunk
@@ -56,34 +60,46 @@ from titanmem.ops.memory.kernels.hopper_tiles import (
 
 @gluon.jit
 def write_chunks(
-    k, v, pieces, step, gain, shares, w1, s1, w2, s2, at, tape, norms, steps,
-    tokens, heads, count, lines, clip, NORM: gl.constexpr, RESIDUAL: gl.constexpr, CLIP: gl.constexpr,
+    k, v, pieces, step, gain, base1, base2, shares, w1, s1, w2, s2, at, tape, norms, steps,
+    tokens, heads, count, lines, clip,
+    NORM: gl.constexpr, RESIDUAL: gl.constexpr, CLIP: gl.constexpr, BASE: gl.constexpr,
 ):  # fmt: skip
     row = gl.program_id(0)
     head, line, start, first, last = piece_of(pieces, row, heads, tokens, count)
     K, V, W1, W2, S1, S2 = two_tiles(), two_tiles(), tile(), tile(), tile(), tile()
     X2, D1, D2, KW, KC, DW, DC = tile(), tile(), tile(), tile(), tile(), tile(), tile()
+    U1, U2 = W1, W2  # what goes out as the state
+    if BASE:
+        U1, U2 = tile(), tile()
     bars = barriers(2)
     t = gl.arange(0, C, layout=ROWS)
     square = row.to(gl.int64) * (C * C) + square_offsets()
     weight1, surprise1 = gl.load(w1 + square), gl.load(s1 + square)
     weight2, surprise2 = gl.load(w2 + square), gl.load(s2 + square)
     scale = gain_row(gain, head, NORM)
+    if BASE:
+        base1 += head * (C * C) + square_offsets()
+        base2 += head * (C * C) + square_offsets()
     fetch_token_tiles(k, v, K, V, bars, 0, first, line, head, True)
 
     for chunk in range(first, last):
         turn = (chunk - first) % 2
         place = start + chunk
         long = place.to(gl.int64)
+        if BASE:
+            whole1, whole2 = weight1 + gl.load(base1), weight2 + gl.load(base2)
         tma.store_wait(0)
-        put(W1, weight1)
+        put(U1, weight1)
         put(S1, surprise1)
-        put(W2, weight2)
+        put(U2, weight2)
         put(S2, surprise2)
+        if BASE:
+            put(W1, whole1)
+            put(W2, whole2)
         fence_async_shared()
-        tma.async_copy_shared_to_global(at, [place * C, 0], W1)
+        tma.async_copy_shared_to_global(at, [place * C, 0], U1)
         tma.async_copy_shared_to_global(at, [lines + place * C, 0], S1)
-        tma.async_copy_shared_to_global(at, [2 * lines + place * C, 0], W2)
+        tma.async_copy_shared_to_global(at, [2 * lines + place * C, 0], U2)
         tma.async_copy_shared_to_global(at, [3 * lines + place * C, 0], S2)
         step1, step2 = given_steps(step, line + chunk * C, heads, head)
         share = shares + long * 10 * C
@@ -134,8 +150,8 @@ def write_chunks(
 
 @gluon.jit
 def read_chunks(
-    q, k, gain, blend, shares, steps, at, tape, y,
-    tokens, heads, count, lines, NORM: gl.constexpr, RESIDUAL: gl.constexpr,
+    q, k, gain, fixed1, fixed2, blend, shares, steps, at, tape, y,
+    tokens, heads, count, lines, NORM: gl.constexpr, RESIDUAL: gl.constexpr, BASE: gl.constexpr,
 ):  # fmt: skip
     chunk, row = gl.program_id(0), gl.program_id(1)
     head = row % heads
@@ -146,7 +162,7 @@ def read_chunks(
     X2, D1, D2, Q2 = tile(), tile(), tile(), tile()
     bars = barriers(1)
     bar = bars.index(0)
-    mbarrier.expect(bar, 11 * BYTES)
+    mbarrier.expect(bar, (13 if BASE else 11) * BYTES)
     tma.async_copy_global_to_shared(q, [line, head * C], bar, Q)
     tma.async_copy_global_to_shared(k, [line, head * C], bar, K)
     tma.async_copy_global_to_shared(at, [place * C, 0], bar, W1)
@@ -158,6 +174,10 @@ def read_chunks(
     tma.async_copy_global_to_shared(at, [3 * lines + place * C, 0], bar, S2)
     tma.async_copy_global_to_shared(blend, [place * 2 * C + C, 0], bar, B2)
     tma.async_copy_global_to_shared(tape, [2 * lines + place * C, 0], bar, D2)
+    if BASE:
+        F1, F2 = tile(), tile()
+        tma.async_copy_global_to_shared(fixed1, [head * C, 0], bar, F1)
+        tma.async_copy_global_to_shared(fixed2, [head * C, 0], bar, F2)
     share = shares + long * 10 * C + gl.arange(0, C, layout=ROWS)
     column = gl.arange(0, C, layout=COLUMNS)
     step1 = gl.load(steps + long * 2 * C + column)[None, :]
@@ -168,7 +188,11 @@ def read_chunks(
     score, by_weight, by_surprise = warpgroup_mma_wait(0, deps=(a, b, c))
     put(B1, -score * floats(B1) * step1)
     fence_async_shared()
-    value = warpgroup_mma(B1, D1, gl.load(share)[:, None] * by_weight + gl.load(share + C)[:, None] * by_surprise)
+    start = gl.load(share)[:, None] * by_weight + gl.load(share + C)[:, None] * by_surprise
+    a = warpgroup_mma(B1, D1, start, is_async=True)
+    if BASE:
+        a = warpgroup_mma(Q, F1, a, is_async=True)
+    value = warpgroup_mma_wait(0, deps=(a,))
     cdf, _ = cdf_pdf(value)
     put(Q2, value * cdf)
     fence_async_shared()
@@ -177,7 +201,10 @@ def read_chunks(
     put(B2, -score * floats(B2) * step2)
     fence_async_shared()
     start = gl.load(share + 5 * C)[:, None] * by_weight + gl.load(share + 6 * C)[:, None] * by_surprise
-    out = warpgroup_mma(B2, D2, start)
+    a = warpgroup_mma(B2, D2, start, is_async=True)
+    if BASE:
+        a = warpgroup_mma(Q2, F2, a, is_async=True)
+    out = warpgroup_mma_wait(0, deps=(a,))
     if NORM:
         out, _ = normalise(out)
         out *= scale

@@ -31,6 +31,7 @@ from titanmem.ops.memory.kernels.hopper_tiles import (
     last_rows,
     last_shares,
     load_norms,
+    make_whole,
     norm_pullback,
     normalise,
     piece_of,
@@ -42,14 +43,15 @@ from titanmem.ops.memory.kernels.hopper_tiles import (
     sums,
     tile,
     two_tiles,
+    wide_offsets,
     zeros,
 )
 
 
 @gluon.jit
 def retrace_chunks(
-    k, v, gain, at, tape, inv_stds, alongs,
-    tokens, heads, count, lines, N: gl.constexpr, NORM: gl.constexpr, RESIDUAL: gl.constexpr,
+    k, v, gain, base1, base2, at, tape, inv_stds, alongs,
+    tokens, heads, count, lines, N: gl.constexpr, NORM: gl.constexpr, RESIDUAL: gl.constexpr, BASE: gl.constexpr,
 ):  # fmt: skip
     """The keys' tape from the states at the chunks' starts, N slices of hidden units."""
     chunk, row = gl.program_id(0), gl.program_id(1)
@@ -66,10 +68,17 @@ def retrace_chunks(
     fetch_both(at, lines, W1, W2, bars.index(1), spot, N, True)
     t = gl.arange(0, C, layout=ROWS)
     scale = gain_row(gain, head, NORM)
+    if BASE:
+        base1 += head * (C * C * N) + wide_offsets(N)
+        base2 += head * (C * C * N) + square_offsets()
     mbarrier.wait(bars.index(0), 0)
     total = zeros()
     for f in range(N):
         mbarrier.wait(bars.index(1), f & 1)
+        if BASE:
+            make_whole(W1, base1 + f * C)
+            make_whole(W2, base2 + f * C * C)
+            fence_async_shared()
         z = product(K, W1)
         cdf, _ = cdf_pdf(z)
         put(X2, z * cdf)
@@ -86,6 +95,10 @@ def retrace_chunks(
     tma.async_copy_shared_to_global(tape, [(4 * N + 1) * lines + place * C, 0], V)
     for f in range(N):
         mbarrier.wait(bars.index(1), (N + f) & 1)
+        if BASE:
+            make_whole(W1, base1 + f * C)
+            make_whole(W2, base2 + f * C * C)
+            fence_async_shared()
         a, b = begin(K, W1), begin(D2, flipped(W2))
         z, back = warpgroup_mma_wait(0, deps=(a, b))
         fetch_both(at, lines, W1, W2, bars.index(1), spot + (f + 1) * C, N, f + 1 < N)
@@ -113,9 +126,9 @@ def fetch_both(at, lines, W1, W2, bar, spot, N: gl.constexpr, there):
 
 @gluon.jit
 def pull_chunks(
-    q, k, grad_y, gain, blend, blends, shares, steps, at, tape,
+    q, k, grad_y, gain, fixed1, fixed2, blend, blends, shares, steps, at, tape,
     grad_q, grad_blend, grad_shares, grad_steps, grad_gain,
-    tokens, heads, count, lines, NORM: gl.constexpr, RESIDUAL: gl.constexpr,
+    tokens, heads, count, lines, NORM: gl.constexpr, RESIDUAL: gl.constexpr, BASE: gl.constexpr,
 ):  # fmt: skip
     """From grad_y: grad_q, the gradients of G (grad_blend), of β and f (grad_shares) and of the clipped steps, the
     gain's [N, count, D], and the reads' part in the tape. `blends` is `blend` as a pointer. A tile that has been read
@@ -129,21 +142,26 @@ def pull_chunks(
     X2, W2, S2, B2, D2, Y = tile(), tile(), tile(), tile(), tile(), tile()
     bars = barriers(2)
     bar = bars.index(0)
-    mbarrier.expect(bar, 6 * BYTES)
+    mbarrier.expect(bar, (7 if BASE else 6) * BYTES)
     tma.async_copy_global_to_shared(q, [line, head * C], bar, Q)
     tma.async_copy_global_to_shared(k, [line, head * C], bar, K)
     tma.async_copy_global_to_shared(at, [place * C, 0], bar, W1)
     tma.async_copy_global_to_shared(at, [lines + place * C, 0], bar, S1)
     tma.async_copy_global_to_shared(blend, [place * 2 * C, 0], bar, B1)
     tma.async_copy_global_to_shared(tape, [lines + place * C, 0], bar, D1)
+    if BASE:
+        F1, F2 = tile(), tile()
+        tma.async_copy_global_to_shared(fixed1, [head * C, 0], bar, F1)
     bar = bars.index(1)
-    mbarrier.expect(bar, 6 * BYTES)
+    mbarrier.expect(bar, (7 if BASE else 6) * BYTES)
     tma.async_copy_global_to_shared(tape, [place * C, 0], bar, X2)
     tma.async_copy_global_to_shared(at, [2 * lines + place * C, 0], bar, W2)
     tma.async_copy_global_to_shared(at, [3 * lines + place * C, 0], bar, S2)
     tma.async_copy_global_to_shared(blend, [place * 2 * C + C, 0], bar, B2)
     tma.async_copy_global_to_shared(tape, [2 * lines + place * C, 0], bar, D2)
     tma.async_copy_global_to_shared(grad_y, [line, head * C], bar, Y)
+    if BASE:
+        tma.async_copy_global_to_shared(fixed2, [head * C, 0], bar, F2)
     t = gl.arange(0, C, layout=ROWS)
     column = gl.arange(0, C, layout=COLUMNS)
     share = shares + long * 10 * C + t
@@ -159,7 +177,10 @@ def pull_chunks(
     score, by_weight, by_surprise = warpgroup_mma_wait(0, deps=(a, b, c))
     put(B1, -score * floats(B1) * step1)
     fence_async_shared()
-    value = warpgroup_mma(B1, D1, share1 * by_weight + drift1 * by_surprise)
+    a = warpgroup_mma(B1, D1, share1 * by_weight + drift1 * by_surprise, is_async=True)
+    if BASE:
+        a = warpgroup_mma(Q, F1, a, is_async=True)
+    value = warpgroup_mma_wait(0, deps=(a,))
     cdf, pdf = cdf_pdf(value)
     slope = (cdf + value * pdf).to(gl.bfloat16)
     put(Q2, value * cdf)
@@ -170,7 +191,10 @@ def pull_chunks(
     mix = B2.load(LAYOUT)
     put(B2, -score * mix.to(gl.float32) * step2)
     fence_async_shared()
-    out = warpgroup_mma(B2, D2, share2 * by_weight + drift2 * by_surprise)
+    a = warpgroup_mma(B2, D2, share2 * by_weight + drift2 * by_surprise, is_async=True)
+    if BASE:
+        a = warpgroup_mma(Q2, F2, a, is_async=True)
+    out = warpgroup_mma_wait(0, deps=(a,))
 
     # back through the second matrix; Y becomes dY₂, D2 the pull on the scores
     upstream = Y.load(LAYOUT)
@@ -198,8 +222,12 @@ def pull_chunks(
     fence_async_shared()
     tma.async_copy_shared_to_global(tape, [9 * lines + place * C, 0], B2)
     a = warpgroup_mma(D2, X2, share2 * by_weight + drift2 * by_surprise, is_async=True)
+    if BASE:
+        a = warpgroup_mma(Y, flipped(F2), a, is_async=True)
     b, c, d = begin(flipped(D2), Q2), begin(flipped(Q2), W2), begin(flipped(Q2), S2)
     back, to_x2, to_w2, to_s2 = warpgroup_mma_wait(0, deps=(a, b, c, d))
+    if BASE:
+        put(F2, product(flipped(Q2), Y))
     put(Q2, to_x2)
     put(W2, to_w2)
     put(S2, to_s2)
@@ -210,6 +238,8 @@ def pull_chunks(
     tma.async_copy_shared_to_global(tape, [8 * lines + place * C, 0], Q2)
     tma.async_copy_shared_to_global(tape, [12 * lines + place * C, 0], W2)
     tma.async_copy_shared_to_global(tape, [13 * lines + place * C, 0], S2)
+    if BASE:
+        tma.async_copy_shared_to_global(tape, [15 * lines + place * C, 0], F2)
     mix = gl.load(blends + square)
     a, b, c, d = begin(X2, flipped(D1)), begin(X2, flipped(W1)), begin(X2, flipped(S1)), begin(flipped(B1), X2)
     pull, by_weight, by_surprise, to_d1 = warpgroup_mma_wait(0, deps=(a, b, c, d))
@@ -231,8 +261,12 @@ def pull_chunks(
     fence_async_shared()
     tma.async_copy_shared_to_global(tape, [7 * lines + place * C, 0], B1)
     a = warpgroup_mma(D1, K, total, is_async=True)
+    if BASE:
+        a = warpgroup_mma(X2, flipped(F1), a, is_async=True)
     b, c, d = begin(flipped(D1), Q), begin(flipped(Q), W1), begin(flipped(Q), S1)
     total, to_x1, to_w1, to_s1 = warpgroup_mma_wait(0, deps=(a, b, c, d))
+    if BASE:
+        put(F1, product(flipped(Q), X2))
     put(Y, total)
     put(K, to_x1)
     put(W1, to_w1)
@@ -242,6 +276,8 @@ def pull_chunks(
     tma.async_copy_shared_to_global(tape, [6 * lines + place * C, 0], K)
     tma.async_copy_shared_to_global(tape, [10 * lines + place * C, 0], W1)
     tma.async_copy_shared_to_global(tape, [11 * lines + place * C, 0], S1)
+    if BASE:
+        tma.async_copy_shared_to_global(tape, [14 * lines + place * C, 0], F1)
     tma.store_wait(0)
 
 
@@ -281,13 +317,14 @@ def fetch_weights(at, tape, lines, SL, W1, W2, PX1, bar, line, there):
 
 @gluon.jit
 def write_chunks_backward(
-    k, v, pieces, gain, shares, steps, norms, at, tape, states, inv_stds, alongs, parts,
+    k, v, pieces, gain, base1, base2, shares, steps, norms, at, tape, states, inv_stds, alongs, parts,
     grad_steps, grad_shares, grad_ends, grad_w1, grad_s1, grad_w2, grad_s2, grad_k, grad_v, grad_gain,
-    tokens, heads, count, lines, clip, NORM: gl.constexpr, RESIDUAL: gl.constexpr, CLIP: gl.constexpr,
+    tokens, heads, count, lines, clip,
+    NORM: gl.constexpr, RESIDUAL: gl.constexpr, CLIP: gl.constexpr, BASE: gl.constexpr,
 ):  # fmt: skip
     """Completes what `pull_chunks` began: grad_k, grad_v, grad_steps of the unclipped steps, grad_shares, grad_gain
-    [N, D], and in grad_w*, grad_s* the gradients of the state after the call become those of the state before it.
-    `states` and `parts` are `at` and `tape` as pointers."""
+    [N, D], and in grad_w*, grad_s* the gradients of the state after the call become those of the state before it. Of
+    the base's gradient the keys' part is left in the tape. `states` and `parts` are `at` and `tape` as pointers."""
     row = gl.program_id(0)
     head, line, place, first, after = piece_of(pieces, row, heads, tokens, count)
     K, X2, D1, D2 = two_tiles(), two_tiles(), two_tiles(), two_tiles()
@@ -304,6 +341,9 @@ def write_chunks_backward(
     to_weight1, to_surprise1 = gl.load(grad_w1 + state), gl.load(grad_s1 + state)
     to_weight2, to_surprise2 = gl.load(grad_w2 + state), gl.load(grad_s2 + state)
     scale = gain_row(gain, head, NORM)
+    if BASE:
+        base1 += head * (C * C) + square
+        base2 += head * (C * C) + square
     kind = lines.to(gl.int64) * C
     to_gain = zeros()
     place += after - 1
@@ -356,6 +396,9 @@ def write_chunks_backward(
 
         # through D₁ = (D₂ W₂ᵀ) ∘ φ'(Z₁)
         mbarrier.wait(bars.index(4), back & 1)
+        if BASE:
+            make_whole(W1, base1)
+            make_whole(W2, base2)
         put(E1, to_d1 * floats(SL))
         fence_async_shared()
         a = warpgroup_mma(E1, W2, to_d2, is_async=True)
@@ -389,6 +432,8 @@ def write_chunks_backward(
         surprise1, surprise2 = gl.load(states + kind + matrix), gl.load(states + 3 * kind + matrix)
         more_w1, more_s1 = gl.load(parts + 10 * kind + matrix), gl.load(parts + 11 * kind + matrix)
         more_w2, more_s2 = gl.load(parts + 12 * kind + matrix), gl.load(parts + 13 * kind + matrix)
+        if BASE:
+            weight1, weight2 = gl.load(states + matrix), gl.load(states + 2 * kind + matrix)
         share1, drift1, carry1, share2, drift2, carry2 = last_shares(share)
         to_keys = floats(PX1) - pull_x1 * floats(keys)
         if RESIDUAL:
@@ -400,17 +445,31 @@ def write_chunks_backward(
         a = warpgroup_mma(Z1, flipped(W1), to_keys, is_async=True)
 
         # the state before the chunk
+        if not BASE:
+            weight1, weight2 = W1.load(LAYOUT), W2.load(LAYOUT)
         e0, e1, e2, e3, e4, e5 = end_shares(
-            floats(W1), surprise1.to(gl.float32), floats(W2), surprise2.to(gl.float32), to_weight1, to_surprise1,
-            to_weight2, to_surprise2,
+            weight1.to(gl.float32), surprise1.to(gl.float32), weight2.to(gl.float32), surprise2.to(gl.float32),
+            to_weight1, to_surprise1, to_weight2, to_surprise2,
         )  # fmt: skip
         store_ends(grad_ends + long * 6, e0, e1, e2, e3, e4, e5)
         to_surprise1 = carry1 * to_surprise1 + drift1 * to_weight1 + more_s1.to(gl.float32)
         to_surprise2 = carry2 * to_surprise2 + drift2 * to_weight2 + more_s2.to(gl.float32)
-        b = warpgroup_mma(flipped(keys), Z1, share1 * to_weight1 + more_w1.to(gl.float32), is_async=True)
-        c = warpgroup_mma(flipped(hidden), Z2, share2 * to_weight2 + more_w2.to(gl.float32), is_async=True)
+        to_weight1 = share1 * to_weight1 + more_w1.to(gl.float32)
+        to_weight2 = share2 * to_weight2 + more_w2.to(gl.float32)
+        if BASE:
+            b, c = begin(flipped(keys), Z1), begin(flipped(hidden), Z2)
+        else:
+            b = warpgroup_mma(flipped(keys), Z1, to_weight1, is_async=True)
+            c = warpgroup_mma(flipped(hidden), Z2, to_weight2, is_async=True)
         c = warpgroup_mma(flipped(E1), last, c, is_async=True)
-        to_keys, to_weight1, to_weight2 = warpgroup_mma_wait(0, deps=(a, b, c))
+        if BASE:
+            to_keys, to_base1, to_base2 = warpgroup_mma_wait(0, deps=(a, b, c))
+            gl.store(parts + 10 * kind + matrix, to_base1.to(gl.bfloat16))
+            gl.store(parts + 12 * kind + matrix, to_base2.to(gl.bfloat16))
+            to_weight1 += to_base1
+            to_weight2 += to_base2
+        else:
+            to_keys, to_weight1, to_weight2 = warpgroup_mma_wait(0, deps=(a, b, c))
         put(GK, to_keys)
         fence_async_shared()
         tma.async_copy_shared_to_global(grad_k, [line, head * C], GK)

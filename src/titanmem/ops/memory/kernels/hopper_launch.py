@@ -37,13 +37,27 @@ def sizes(call: Call) -> dict[str, Any]:
     s = call.shape
     found: dict[str, Any] = dict(
         tokens=s.tokens, heads=s.heads, count=s.count, lines=s.rows * s.tokens, NORM=call.gain is not None,
-        RESIDUAL=call.network["RESIDUAL"], num_warps=WARPS,
+        RESIDUAL=call.network["RESIDUAL"], BASE=call.network["BASE"], num_warps=WARPS,
     )  # fmt: skip
     return found if slices(call) == 1 else found | {"N": slices(call)}
 
 
 def clipping(call: Call) -> dict[str, Any]:
     return {"clip": call.writing["clip"], "CLIP": call.writing["CLIP"]}
+
+
+def base_tiles(call: Call) -> list[Any]:
+    """Descriptors of the base's tiles, as the queries read them; None where there is no base."""
+    return [tiles(x.to(torch.bfloat16)) for x in call.base] or [None, None]
+
+
+def base_grads(call: Call, parts: Tensor) -> list[Tensor]:
+    """Gradients of the base [H, I, O]: what keys and queries left in the tape, summed over rows and chunks."""
+    s, n = call.shape, slices(call)
+    laid = parts.view(12 * n + 4, -1)[6 * n + 4 :].view(6, s.batch, s.heads, s.count, n, TILE, TILE)
+    pairs = laid[::4], laid[2::3]  # the keys' part at 0 and 2, the queries' at 4 and 5
+    first, second = (x.sum((0, 1, 3), dtype=torch.float32) for x in pairs)
+    return [first.transpose(1, 2).flatten(2), second.flatten(1, 2)]
 
 
 def pieces_of(call: Call) -> Pieces | None:
@@ -123,8 +137,8 @@ def write(call: Call, tape: Any) -> tuple[list[Tensor], list[Tensor]]:
     k, v = token_tiles(call.k, call.v)
     table, grid = piece_table(call)
     kernels.write_chunks[grid](
-        k, v, table, call.step, call.gain, call.shares, w1, s1, w2, s2, tiles(states.view(-1, TILE)), tape, norms,
-        steps, **sizes(call), **clipping(call),
+        k, v, table, call.step, call.gain, *call.base_pair, call.shares, w1, s1, w2, s2,
+        tiles(states.view(-1, TILE)), tape, norms, steps, **sizes(call), **clipping(call),
     )  # fmt: skip
     return after, [states, steps, norms]
 
@@ -140,17 +154,18 @@ def forward(call: Call, keep: bool) -> list[Tensor]:
     q, k, out = token_tiles(call.q, call.k, y)
     kernels = hopper if slices(call) == 1 else hopper_wide
     kernels.read_chunks[(s.count, s.rows)](
-        q, k, call.gain, tiles(call.blend), call.shares, steps, tiles(states.view(-1, TILE)), tape, out, **sizes(call)
-    )
+        q, k, call.gain, *base_tiles(call), tiles(call.blend), call.shares, steps, tiles(states.view(-1, TILE)), tape,
+        out, **sizes(call),
+    )  # fmt: skip
     pending = [] if call.starts is None else blank_pending(call)
     return [y, *end_states(call, after), *pending, *(kept if keep else [])]
 
 
 def backward(call: Call, grad_y: Tensor, grad_state: list[Tensor], kept: list[Tensor]) -> list[Tensor]:
-    """Gradients of q, k, v, gates, state, fresh, gain, in this order."""
+    """Gradients of q, k, v, gates, state, fresh, base, gain, in this order."""
     s = call.shape
     call.gate(keep=True)
-    parts = call.slots((10 * slices(call) + 4) * TILE)
+    parts = call.slots(((12 if call.base else 10) * slices(call) + 4) * TILE)
     tape = tiles(parts.view(-1, TILE))
     states, call.steps, norms = kept or write(call, tape)[1]
     at = tiles(states.view(-1, TILE))
@@ -161,21 +176,26 @@ def backward(call: Call, grad_y: Tensor, grad_state: list[Tensor], kept: list[Te
     gain_parts = call.q.new_empty(s.rows, s.count, TILE, dtype=torch.float32)
     q, k, v, given, grad_q, grad_k, grad_v = token_tiles(call.q, call.k, call.v, grad_y.contiguous(), *grads)
     grid = (s.count, s.rows)
+    asked = (q, k, given, call.gain, *base_tiles(call), tiles(call.blend))
     read = (call.shares, call.steps, at, tape, grad_q, grad_blend, grad_shares, grad_steps, gain_parts)
-    hopper_backward.retrace_chunks[grid](k, v, call.gain, at, tape, *rows, **sizes(call) | {"N": slices(call)})
+    hopper_backward.retrace_chunks[grid](
+        k, v, call.gain, *call.base_pair, at, tape, *rows, **sizes(call) | {"N": slices(call)}
+    )
     if slices(call) == 1:
-        hopper_backward.pull_chunks[grid](q, k, given, call.gain, tiles(call.blend), call.blend, *read, **sizes(call))
+        hopper_backward.pull_chunks[grid](*asked, call.blend, *read, **sizes(call))
     else:
-        hopper_wide_backward.pull_chunks[grid](q, k, given, call.gain, tiles(call.blend), *read, **sizes(call))
+        hopper_wide_backward.pull_chunks[grid](*asked, *read, **sizes(call))
     gw1, gw2, gs1, gs2 = grad_after = end_grads(call, grad_state)
     table, pieces = piece_table(call)
     grad_gain = call.q.new_empty(*pieces, TILE, dtype=torch.float32)
     kernels = hopper_backward if slices(call) == 1 else hopper_wide_backward
     kernels.write_chunks_backward[pieces](
-        k, v, table, call.gain, call.shares, call.steps, norms, at, tape, states, *rows, parts,
+        k, v, table, call.gain, *call.base_pair, call.shares, call.steps, norms, at, tape, states, *rows, parts,
         grad_steps, grad_shares, grad_ends, gw1, gs1, gw2, gs2, grad_k, grad_v, grad_gain,
         **sizes(call), **clipping(call),
     )  # fmt: skip
     grads += gates_backward(call, grad_blend, grad_shares, grad_ends, grad_steps)
-    to_state, to_fresh = begin_grads(call, grad_after)
-    return grads + state_and_gain_grads(call, to_state, gain_parts, grad_gain, to_fresh)
+    to_state, shared = begin_grads(call, grad_after)
+    if call.base:
+        shared += base_grads(call, parts)
+    return grads + state_and_gain_grads(call, to_state, gain_parts, grad_gain, shared)

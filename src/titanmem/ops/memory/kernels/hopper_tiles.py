@@ -153,6 +153,18 @@ def square_offsets():
 
 
 @gluon.jit
+def wide_offsets(N: gl.constexpr):
+    """Offsets of a slice of a [64, N · 64] matrix."""
+    return gl.arange(0, C, layout=ROWS)[:, None] * (N * C) + gl.arange(0, C, layout=COLUMNS)[None, :]
+
+
+@gluon.jit
+def make_whole(tile, base):
+    """A weight's tile becomes that of the network's matrix, base + weight."""
+    put(tile, floats(tile) + gl.load(base))
+
+
+@gluon.jit
 def key_error(z, key, value, scale, NORM: gl.constexpr, RESIDUAL: gl.constexpr):
     """D₂, ẑ, 1/s and the mean of 2γu ∘ ẑ."""
     unit = z

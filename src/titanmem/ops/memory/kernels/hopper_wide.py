@@ -42,6 +42,7 @@ from titanmem.ops.memory.kernels.hopper_tiles import (
     square_offsets,
     tile,
     two_tiles,
+    wide_offsets,
     zeros,
 )
 
@@ -49,12 +50,6 @@ from titanmem.ops.memory.kernels.hopper_tiles import (
 @gluon.jit
 def tiles(N: gl.constexpr):
     return gl.allocate_shared_memory(gl.bfloat16, [N, C, C], SHARED)
-
-
-@gluon.jit
-def wide_offsets(N: gl.constexpr):
-    """Offsets of a slice of a [64, N · 64] matrix."""
-    return gl.arange(0, C, layout=ROWS)[:, None] * (N * C) + gl.arange(0, C, layout=COLUMNS)[None, :]
 
 
 @gluon.jit
@@ -70,10 +65,11 @@ def keep(into, x):
 
 @gluon.jit
 def write_chunks(
-    k, v, pieces, step, gain, shares, w1, s1, w2, s2, at, tape, norms, steps,
+    k, v, pieces, step, gain, base1, base2, shares, w1, s1, w2, s2, at, tape, norms, steps,
     tokens, heads, count, lines, clip,
-    N: gl.constexpr, NORM: gl.constexpr, RESIDUAL: gl.constexpr, CLIP: gl.constexpr,
+    N: gl.constexpr, NORM: gl.constexpr, RESIDUAL: gl.constexpr, CLIP: gl.constexpr, BASE: gl.constexpr,
 ):  # fmt: skip
+    """With a base W1 and W2 hold the network's matrices; the state's go out through token tiles that have been read."""
     row = gl.program_id(0)
     head, line, start, first, last = piece_of(pieces, row, heads, tokens, count)
     K, V = two_tiles(), two_tiles()
@@ -84,16 +80,26 @@ def write_chunks(
     state = row.to(gl.int64) * (C * C * N)
     wide, square = state + wide_offsets(N), state + square_offsets()
     scale = gain_row(gain, head, NORM)
+    if BASE:
+        base1 += head * (C * C * N) + wide_offsets(N)
+        base2 += head * (C * C * N) + square_offsets()
     fetch_token_tiles(k, v, K, V, bars, 0, first, line, head, True)
     weights1, weights2, surprises1, surprises2 = (), (), (), ()
     for f in gl.static_range(N):
         weights1 += (gl.load(w1 + wide + f * C),)
         weights2 += (gl.load(w2 + square + f * C * C),)
         surprise1, surprise2 = gl.load(s1 + wide + f * C), gl.load(s2 + square + f * C * C)
-        put(W1.index(f), weights1[f])
-        put(W2.index(f), weights2[f])
+        if BASE:
+            put(W1.index(f), weights1[f] + gl.load(base1 + f * C))
+            put(W2.index(f), weights2[f] + gl.load(base2 + f * C * C))
+        else:
+            put(W1.index(f), weights1[f])
+            put(W2.index(f), weights2[f])
         spot = ((start + first) * N + f) * C
         tma.store_wait(0)
+        if BASE:
+            put(K.index(1), weights1[f])
+            put(V.index(1), weights2[f])
         put(S1, surprise1)
         put(S2, surprise2)
         if N == 2:
@@ -102,6 +108,9 @@ def write_chunks(
         fence_async_shared()
         tma.async_copy_shared_to_global(at, [N * lines + spot, 0], S1)
         tma.async_copy_shared_to_global(at, [3 * N * lines + spot, 0], S2)
+        if BASE:
+            tma.async_copy_shared_to_global(at, [spot, 0], K.index(1))
+            tma.async_copy_shared_to_global(at, [2 * N * lines + spot, 0], V.index(1))
 
     for chunk in range(first, last):
         turn = (chunk - first) % 2
@@ -109,9 +118,10 @@ def write_chunks(
         long = place.to(gl.int64)
         spot = place * N * C
         tma.store_wait(0)
-        for f in gl.static_range(N):
-            tma.async_copy_shared_to_global(at, [spot + f * C, 0], W1.index(f))
-            tma.async_copy_shared_to_global(at, [2 * N * lines + spot + f * C, 0], W2.index(f))
+        if not BASE:
+            for f in gl.static_range(N):
+                tma.async_copy_shared_to_global(at, [spot + f * C, 0], W1.index(f))
+                tma.async_copy_shared_to_global(at, [2 * N * lines + spot + f * C, 0], W2.index(f))
         step1, step2 = given_steps(step, line + chunk * C, heads, head)
         share = shares + long * 10 * C
         carried1, written1, carried2, written2 = last_rows(share)
@@ -175,12 +185,20 @@ def write_chunks(
             after_w1 += (weight1,)
             after_w2 += (weight2,)
             tma.store_wait(0)
+            if BASE:
+                put(K.index(turn), weight1)
+                put(V.index(turn), weight2)
+                weight1 += gl.load(base1 + f * C)
+                weight2 += gl.load(base2 + f * C * C)
             put(W1.index(f), weight1)
             put(W2.index(f), weight2)
             put(S1, surprise1)
             put(S2, surprise2)
             fence_async_shared()
             if chunk + 1 < last:
+                if BASE:
+                    tma.async_copy_shared_to_global(at, [spot + (N + f) * C, 0], K.index(turn))
+                    tma.async_copy_shared_to_global(at, [2 * N * lines + spot + (N + f) * C, 0], V.index(turn))
                 tma.async_copy_shared_to_global(at, [N * lines + spot + (N + f) * C, 0], S1)
                 tma.async_copy_shared_to_global(at, [3 * N * lines + spot + (N + f) * C, 0], S2)
         weights1, weights2, surprises1, surprises2 = after_w1, after_w2, after_s1, after_s2
@@ -194,27 +212,33 @@ def write_chunks(
 
 
 @gluon.jit
-def fetch_first(at, tape, lines, W1, S1, D1, bar, spot, N: gl.constexpr, there):
-    """What a slice of the first matrix needs."""
-    mbarrier.expect(bar, 3 * BYTES, pred=there)
+def fetch_first(at, tape, fixed, lines, W1, S1, D1, F1, bar, spot, head, f, N: gl.constexpr, BASE: gl.constexpr, there):
+    """What slice `f` of the first matrix needs."""
+    mbarrier.expect(bar, (4 if BASE else 3) * BYTES, pred=there)
     tma.async_copy_global_to_shared(at, [spot, 0], bar, W1, pred=there)
     tma.async_copy_global_to_shared(at, [N * lines + spot, 0], bar, S1, pred=there)
     tma.async_copy_global_to_shared(tape, [N * lines + spot, 0], bar, D1, pred=there)
+    if BASE:
+        tma.async_copy_global_to_shared(fixed, [head * C, f * C], bar, F1, pred=there)
 
 
 @gluon.jit
-def fetch_second(at, tape, lines, W2, S2, X2, bar, spot, N: gl.constexpr, there):
-    """What a slice of the second matrix needs."""
-    mbarrier.expect(bar, 3 * BYTES, pred=there)
+def fetch_second(
+    at, tape, fixed, lines, W2, S2, X2, F2, bar, spot, head, f, N: gl.constexpr, BASE: gl.constexpr, there
+):
+    """What slice `f` of the second matrix needs."""
+    mbarrier.expect(bar, (4 if BASE else 3) * BYTES, pred=there)
     tma.async_copy_global_to_shared(at, [2 * N * lines + spot, 0], bar, W2, pred=there)
     tma.async_copy_global_to_shared(at, [3 * N * lines + spot, 0], bar, S2, pred=there)
     tma.async_copy_global_to_shared(tape, [spot, 0], bar, X2, pred=there)
+    if BASE:
+        tma.async_copy_global_to_shared(fixed, [(head * N + f) * C, 0], bar, F2, pred=there)
 
 
 @gluon.jit
 def read_chunks(
-    q, k, gain, blend, shares, steps, at, tape, y,
-    tokens, heads, count, lines, N: gl.constexpr, NORM: gl.constexpr, RESIDUAL: gl.constexpr,
+    q, k, gain, fixed1, fixed2, blend, shares, steps, at, tape, y,
+    tokens, heads, count, lines, N: gl.constexpr, NORM: gl.constexpr, RESIDUAL: gl.constexpr, BASE: gl.constexpr,
 ):  # fmt: skip
     chunk, row = gl.program_id(0), gl.program_id(1)
     head = row % heads
@@ -224,6 +248,9 @@ def read_chunks(
     spot = place * N * C
     Q, K, B1, B2, D2, Q2 = tile(), tile(), tile(), tile(), tile(), tile()
     W1, S1, W2, S2, X2, D1 = tile(), tile(), tile(), tile(), tile(), tile()
+    F1, F2 = W1, W2  # stand-ins where there is no base
+    if BASE:
+        F1, F2 = tile(), tile()
     bars = barriers(3)
     bar = bars.index(0)
     mbarrier.expect(bar, 5 * BYTES)
@@ -232,8 +259,8 @@ def read_chunks(
     tma.async_copy_global_to_shared(blend, [place * 2 * C, 0], bar, B1)
     tma.async_copy_global_to_shared(blend, [place * 2 * C + C, 0], bar, B2)
     tma.async_copy_global_to_shared(tape, [2 * N * lines + place * C, 0], bar, D2)
-    fetch_first(at, tape, lines, W1, S1, D1, bars.index(1), spot, N, True)
-    fetch_second(at, tape, lines, W2, S2, X2, bars.index(2), spot, N, True)
+    fetch_first(at, tape, fixed1, lines, W1, S1, D1, F1, bars.index(1), spot, head, 0, N, BASE, True)
+    fetch_second(at, tape, fixed2, lines, W2, S2, X2, F2, bars.index(2), spot, head, 0, N, BASE, True)
     share = shares + long * 10 * C + gl.arange(0, C, layout=ROWS)
     column = gl.arange(0, C, layout=COLUMNS)
     step1 = gl.load(steps + long * 2 * C + column)[None, :]
@@ -245,12 +272,20 @@ def read_chunks(
     put(B1, -product(Q, flipped(K)) * floats(B1) * step1)
     fence_async_shared()
     score, by_weight2, by_surprise2 = zeros(), zeros(), zeros()
+    if BASE:
+        by_base2 = zeros()
     for f in range(N):
         mbarrier.wait(bars.index(1), f & 1)
         a, b = begin(Q, W1), begin(Q, S1)
         by_weight, by_surprise = warpgroup_mma_wait(0, deps=(a, b))
-        value = warpgroup_mma(B1, D1, share1 * by_weight + drift1 * by_surprise)
-        fetch_first(at, tape, lines, W1, S1, D1, bars.index(1), spot + (f + 1) * C, N, f + 1 < N)
+        a = warpgroup_mma(B1, D1, share1 * by_weight + drift1 * by_surprise, is_async=True)
+        if BASE:
+            a = warpgroup_mma(Q, F1, a, is_async=True)
+        value = warpgroup_mma_wait(0, deps=(a,))
+        next = f + 1
+        fetch_first(
+            at, tape, fixed1, lines, W1, S1, D1, F1, bars.index(1), spot + next * C, head, next, N, BASE, next < N
+        )
         cdf, _ = cdf_pdf(value)
         put(Q2, value * cdf)
         fence_async_shared()
@@ -258,11 +293,20 @@ def read_chunks(
         a = warpgroup_mma(Q2, flipped(X2), score, is_async=True)
         b = warpgroup_mma(Q2, W2, by_weight2, is_async=True)
         c = warpgroup_mma(Q2, S2, by_surprise2, is_async=True)
-        score, by_weight2, by_surprise2 = warpgroup_mma_wait(0, deps=(a, b, c))
-        fetch_second(at, tape, lines, W2, S2, X2, bars.index(2), spot + (f + 1) * C, N, f + 1 < N)
+        if BASE:
+            d = warpgroup_mma(Q2, F2, by_base2, is_async=True)
+            score, by_weight2, by_surprise2, by_base2 = warpgroup_mma_wait(0, deps=(a, b, c, d))
+        else:
+            score, by_weight2, by_surprise2 = warpgroup_mma_wait(0, deps=(a, b, c))
+        fetch_second(
+            at, tape, fixed2, lines, W2, S2, X2, F2, bars.index(2), spot + next * C, head, next, N, BASE, next < N
+        )
     put(B2, -score * floats(B2) * step2)
     fence_async_shared()
-    out = warpgroup_mma(B2, D2, share2 * by_weight2 + drift2 * by_surprise2)
+    out = share2 * by_weight2 + drift2 * by_surprise2
+    if BASE:
+        out += by_base2
+    out = warpgroup_mma(B2, D2, out)
     if NORM:
         out, _ = normalise(out)
         out *= scale

@@ -15,6 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from titanmem.ops.memory.kernels.hopper_tiles import (
     BYTES,
     COLUMNS,
+    LAYOUT,
     ROWS,
     C,
     barriers,
@@ -29,6 +30,7 @@ from titanmem.ops.memory.kernels.hopper_tiles import (
     last_rows,
     last_shares,
     load_norms,
+    make_whole,
     norm_pullback,
     normalise,
     piece_of,
@@ -39,16 +41,17 @@ from titanmem.ops.memory.kernels.hopper_tiles import (
     store_last_rows,
     sums,
     tile,
+    wide_offsets,
     zeros,
 )
-from titanmem.ops.memory.kernels.hopper_wide import fetch_first, fetch_second, keep, kept, tiles, wide_offsets
+from titanmem.ops.memory.kernels.hopper_wide import fetch_first, fetch_second, keep, kept, tiles
 
 
 @gluon.jit
 def pull_chunks(
-    q, k, grad_y, gain, blend, shares, steps, at, tape,
+    q, k, grad_y, gain, fixed1, fixed2, blend, shares, steps, at, tape,
     grad_q, grad_blend, grad_shares, grad_steps, grad_gain,
-    tokens, heads, count, lines, N: gl.constexpr, NORM: gl.constexpr, RESIDUAL: gl.constexpr,
+    tokens, heads, count, lines, N: gl.constexpr, NORM: gl.constexpr, RESIDUAL: gl.constexpr, BASE: gl.constexpr,
 ):  # fmt: skip
     """Back through the queries, as `hopper.pull_chunks`."""
     chunk, row = gl.program_id(0), gl.program_id(1)
@@ -61,6 +64,9 @@ def pull_chunks(
     W1, S1, W2, S2, X2, D1 = tile(), tile(), tile(), tile(), tile(), tile()
     Y1, Y2, QS, QF = tile(), tile(), tile(), tile()
     Q2, SL = tiles(N), tiles(N)
+    F1, F2 = W1, W2  # stand-ins where there is no base
+    if BASE:
+        F1, F2 = tile(), tile()
     bars = barriers(3)
     bar = bars.index(0)
     mbarrier.expect(bar, 6 * BYTES)
@@ -70,8 +76,8 @@ def pull_chunks(
     tma.async_copy_global_to_shared(blend, [place * 2 * C + C, 0], bar, B2)
     tma.async_copy_global_to_shared(tape, [2 * N * lines + place * C, 0], bar, D2)
     tma.async_copy_global_to_shared(grad_y, [line, head * C], bar, Y)
-    fetch_first(at, tape, lines, W1, S1, D1, bars.index(1), spot, N, True)
-    fetch_second(at, tape, lines, W2, S2, X2, bars.index(2), spot, N, True)
+    fetch_first(at, tape, fixed1, lines, W1, S1, D1, F1, bars.index(1), spot, head, 0, N, BASE, True)
+    fetch_second(at, tape, fixed2, lines, W2, S2, X2, F2, bars.index(2), spot, head, 0, N, BASE, True)
     t = gl.arange(0, C, layout=ROWS)
     column = gl.arange(0, C, layout=COLUMNS)
     share = shares + long * 10 * C + t
@@ -88,12 +94,18 @@ def pull_chunks(
 
     # the reads once more
     score2, by_weight2, by_surprise2 = zeros(), zeros(), zeros()
+    if BASE:
+        by_base2 = zeros()
     for f in range(N):
         mbarrier.wait(bars.index(1), f & 1)
         a, b = begin(Q, W1), begin(Q, S1)
         by_weight, by_surprise = warpgroup_mma_wait(0, deps=(a, b))
-        value = warpgroup_mma(R1, D1, share1 * by_weight + drift1 * by_surprise)
-        fetch_first(at, tape, lines, W1, S1, D1, bars.index(1), spot + (f + 1) % N * C, N, True)
+        a = warpgroup_mma(R1, D1, share1 * by_weight + drift1 * by_surprise, is_async=True)
+        if BASE:
+            a = warpgroup_mma(Q, F1, a, is_async=True)
+        value = warpgroup_mma_wait(0, deps=(a,))
+        next = (f + 1) % N
+        fetch_first(at, tape, fixed1, lines, W1, S1, D1, F1, bars.index(1), spot + next * C, head, next, N, BASE, True)
         cdf, pdf = cdf_pdf(value)
         put(Q2.index(f), value * cdf)
         put(SL.index(f), cdf + value * pdf)
@@ -102,11 +114,18 @@ def pull_chunks(
         a = warpgroup_mma(Q2.index(f), flipped(X2), score2, is_async=True)
         b = warpgroup_mma(Q2.index(f), W2, by_weight2, is_async=True)
         c = warpgroup_mma(Q2.index(f), S2, by_surprise2, is_async=True)
-        score2, by_weight2, by_surprise2 = warpgroup_mma_wait(0, deps=(a, b, c))
-        fetch_second(at, tape, lines, W2, S2, X2, bars.index(2), spot + (f + 1) % N * C, N, True)
+        if BASE:
+            d = warpgroup_mma(Q2.index(f), F2, by_base2, is_async=True)
+            score2, by_weight2, by_surprise2, by_base2 = warpgroup_mma_wait(0, deps=(a, b, c, d))
+        else:
+            score2, by_weight2, by_surprise2 = warpgroup_mma_wait(0, deps=(a, b, c))
+        fetch_second(at, tape, fixed2, lines, W2, S2, X2, F2, bars.index(2), spot + next * C, head, next, N, BASE, True)
     put(R2, -score2 * floats(B2) * step2)
     fence_async_shared()
-    out = warpgroup_mma(R2, D2, share2 * by_weight2 + drift2 * by_surprise2)
+    out = share2 * by_weight2 + drift2 * by_surprise2
+    if BASE:
+        out += by_base2
+    out = warpgroup_mma(R2, D2, out)
 
     # back through the second matrix
     upstream = floats(Y)
@@ -133,6 +152,8 @@ def pull_chunks(
 
     # slice by slice through the first
     of_share, of_drift, pull, by_weight1, by_surprise1 = zeros(), zeros(), zeros(), zeros(), zeros()
+    if BASE:
+        by_base1 = zeros()
     for f in range(N):
         here = spot + f * C
         mbarrier.wait(bars.index(2), (N + f) & 1)
@@ -141,7 +162,10 @@ def pull_chunks(
         active = floats(Q2.index(f))
         of_share += by_weight * active
         of_drift += by_surprise * active
-        back = warpgroup_mma(B2, X2, share2 * by_weight + drift2 * by_surprise) * floats(SL.index(f))
+        a = warpgroup_mma(B2, X2, share2 * by_weight + drift2 * by_surprise, is_async=True)
+        if BASE:
+            a = warpgroup_mma(Y2, flipped(F2), a, is_async=True)
+        back = warpgroup_mma_wait(0, deps=(a,)) * floats(SL.index(f))
         tma.store_wait(0)
         put(Y1, back)
         fence_async_shared()
@@ -149,7 +173,11 @@ def pull_chunks(
         a = warpgroup_mma(Y1, flipped(D1), pull, is_async=True)
         b = warpgroup_mma(Y1, flipped(W1), by_weight1, is_async=True)
         c = warpgroup_mma(Y1, flipped(S1), by_surprise1, is_async=True)
-        pull, by_weight1, by_surprise1 = warpgroup_mma_wait(0, deps=(a, b, c))
+        if BASE:
+            d = warpgroup_mma(Y1, flipped(F1), by_base1, is_async=True)
+            pull, by_weight1, by_surprise1, by_base1 = warpgroup_mma_wait(0, deps=(a, b, c, d))
+        else:
+            pull, by_weight1, by_surprise1 = warpgroup_mma_wait(0, deps=(a, b, c))
         a, b, c = begin(flipped(R1), Y1), begin(flipped(B2), Q2.index(f)), begin(flipped(QS), Y1)
         to_d1, to_x2, to_w1 = warpgroup_mma_wait(0, deps=(a, b, c))
         put(D1, to_d1)
@@ -160,6 +188,11 @@ def pull_chunks(
         put(S1, to_s1)
         put(W2, to_w2)
         put(S2, to_s2)
+        if BASE:
+            a, b = begin(flipped(Q), Y1), begin(flipped(Q2.index(f)), Y2)
+            to_b1, to_b2 = warpgroup_mma_wait(0, deps=(a, b))
+            put(F1, to_b1)
+            put(F2, to_b2)
         fence_async_shared()
         tma.async_copy_shared_to_global(tape, [(4 * N + 3) * lines + here, 0], D1)
         tma.async_copy_shared_to_global(tape, [(5 * N + 3) * lines + here, 0], X2)
@@ -167,9 +200,12 @@ def pull_chunks(
         tma.async_copy_shared_to_global(tape, [(7 * N + 4) * lines + here, 0], S1)
         tma.async_copy_shared_to_global(tape, [(8 * N + 4) * lines + here, 0], W2)
         tma.async_copy_shared_to_global(tape, [(9 * N + 4) * lines + here, 0], S2)
+        if BASE:
+            tma.async_copy_shared_to_global(tape, [(10 * N + 4) * lines + here, 0], F1)
+            tma.async_copy_shared_to_global(tape, [(11 * N + 4) * lines + here, 0], F2)
         tma.store_wait(0)
-        fetch_second(at, tape, lines, W2, S2, X2, bars.index(2), here + C, N, f + 1 < N)
-        fetch_first(at, tape, lines, W1, S1, D1, bars.index(1), here + C, N, f + 1 < N)
+        fetch_second(at, tape, fixed2, lines, W2, S2, X2, F2, bars.index(2), here + C, head, f + 1, N, BASE, f + 1 < N)
+        fetch_first(at, tape, fixed1, lines, W1, S1, D1, F1, bars.index(1), here + C, head, f + 1, N, BASE, f + 1 < N)
     to_share, to_drift = sums(of_share, of_drift)
     gl.store(grad_shares + (long * 10 + 5) * C + t, to_share)
     gl.store(grad_shares + (long * 10 + 6) * C + t, to_drift)
@@ -183,6 +219,8 @@ def pull_chunks(
     gl.store(grad_shares + long * 10 * C + t, to_share)
     gl.store(grad_shares + (long * 10 + 1) * C + t, to_drift)
     total = share1 * by_weight1 + drift1 * by_surprise1
+    if BASE:
+        total += by_base1
     if RESIDUAL:
         total += floats(Y)
     fence_async_shared()
@@ -219,10 +257,10 @@ def fetch_four(a, b, c, d, A, B, D, E, bar, line_a, line_b, line_c, line_d, ther
 
 @gluon.jit
 def write_chunks_backward(
-    k, v, pieces, gain, shares, steps, norms, at, tape, states, inv_stds, alongs, parts,
+    k, v, pieces, gain, base1, base2, shares, steps, norms, at, tape, states, inv_stds, alongs, parts,
     grad_steps, grad_shares, grad_ends, grad_w1, grad_s1, grad_w2, grad_s2, grad_k, grad_v, grad_gain,
     tokens, heads, count, lines, clip,
-    N: gl.constexpr, NORM: gl.constexpr, RESIDUAL: gl.constexpr, CLIP: gl.constexpr,
+    N: gl.constexpr, NORM: gl.constexpr, RESIDUAL: gl.constexpr, CLIP: gl.constexpr, BASE: gl.constexpr,
 ):  # fmt: skip
     """As `hopper.write_chunks_backward`, in three passes over the slices of a chunk: what depends on the gradients of
     the state after it, what leads to the last error, what comes back from there."""
@@ -238,6 +276,9 @@ def write_chunks_backward(
     state = row.to(gl.int64) * (C * C * N)
     wide, tall = state + wide_offsets(N), state + square
     scale = gain_row(gain, head, NORM)
+    if BASE:
+        base1 += head * (C * C * N) + wide_offsets(N)
+        base2 += head * (C * C * N) + square
     to_gain = zeros()
     kind = lines.to(gl.int64) * C
     turn = 0
@@ -313,6 +354,8 @@ def write_chunks_backward(
             to_d1 = floats(E1.index(f)) - pull_d1 * floats(E)
             put(E1.index(f), to_d1 * floats(A))
             put(Z1.index(f), to_d1 * floats(B))
+            if BASE:
+                make_whole(F, base2 + f * C * C)
             fence_async_shared()
             to_d2 = warpgroup_mma(E1.index(f), F, to_d2)
             next = (f + 1) * C
@@ -350,24 +393,44 @@ def write_chunks_backward(
             to_w1, to_s1 = kept(grad_w1 + wide + f * C), kept(grad_s1 + wide + f * C)
             to_w2, to_s2 = kept(grad_w2 + tall + f * C * C), kept(grad_s2 + tall + f * C * C)
             surprise1, surprise2 = gl.load(states + N * kind + matrix), gl.load(states + 3 * N * kind + matrix)
+            if BASE:
+                weight1, weight2 = gl.load(states + matrix), gl.load(states + 2 * N * kind + matrix)
+                make_whole(E, base1 + f * C)
+                make_whole(F, base2 + f * C * C)
+                fence_async_shared()
             to_x2 = floats(U.index(f)) - pull_x2 * floats(B)
             to_x2 = warpgroup_mma(Z2, flipped(F), to_x2)
             put(Z1.index(f), to_x2 * floats(A) + floats(Z1.index(f)))
             fence_async_shared()
             a = warpgroup_mma(Z1.index(f), flipped(E), to_keys, is_async=True)
+            if not BASE:
+                weight1, weight2 = E.load(LAYOUT), F.load(LAYOUT)
             a0, a1, a2, a3, a4, a5 = end_shares(
-                floats(E), surprise1.to(gl.float32), floats(F), surprise2.to(gl.float32), to_w1, to_s1, to_w2, to_s2
-            )
+                weight1.to(gl.float32), surprise1.to(gl.float32), weight2.to(gl.float32), surprise2.to(gl.float32),
+                to_w1, to_s1, to_w2, to_s2,
+            )  # fmt: skip
             e0, e1, e2, e3, e4, e5 = e0 + a0, e1 + a1, e2 + a2, e3 + a3, e4 + a4, e5 + a5
             at_parts = parts + matrix
             more_w1, more_s1 = gl.load(at_parts + (6 * N + 4) * kind), gl.load(at_parts + (7 * N + 4) * kind)
             more_w2, more_s2 = gl.load(at_parts + (8 * N + 4) * kind), gl.load(at_parts + (9 * N + 4) * kind)
             keep(grad_s1 + wide + f * C, carry1 * to_s1 + drift1 * to_w1 + more_s1.to(gl.float32))
             keep(grad_s2 + tall + f * C * C, carry2 * to_s2 + drift2 * to_w2 + more_s2.to(gl.float32))
-            b = warpgroup_mma(flipped(K), Z1.index(f), share1 * to_w1 + more_w1.to(gl.float32), is_async=True)
-            c = warpgroup_mma(flipped(B), Z2, share2 * to_w2 + more_w2.to(gl.float32), is_async=True)
+            to_w1 = share1 * to_w1 + more_w1.to(gl.float32)
+            to_w2 = share2 * to_w2 + more_w2.to(gl.float32)
+            if BASE:
+                b, c = begin(flipped(K), Z1.index(f)), begin(flipped(B), Z2)
+            else:
+                b = warpgroup_mma(flipped(K), Z1.index(f), to_w1, is_async=True)
+                c = warpgroup_mma(flipped(B), Z2, to_w2, is_async=True)
             c = warpgroup_mma(flipped(E1.index(f)), D2, c, is_async=True)
-            to_keys, to_w1, to_w2 = warpgroup_mma_wait(0, deps=(a, b, c))
+            if BASE:
+                to_keys, to_base1, to_base2 = warpgroup_mma_wait(0, deps=(a, b, c))
+                gl.store(at_parts + (6 * N + 4) * kind, to_base1.to(gl.bfloat16))
+                gl.store(at_parts + (8 * N + 4) * kind, to_base2.to(gl.bfloat16))
+                to_w1 += to_base1
+                to_w2 += to_base2
+            else:
+                to_keys, to_w1, to_w2 = warpgroup_mma_wait(0, deps=(a, b, c))
             keep(grad_w1 + wide + f * C, to_w1)
             keep(grad_w2 + tall + f * C * C, to_w2)
             next = (f + 1) * C
