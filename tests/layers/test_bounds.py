@@ -74,3 +74,16 @@ def test_the_inner_loss_does_not_creep_up(depth):
     assert len(loss) == 65_536
     assert loss[-4096:].mean() <= 1.05 * loss[1024:5120].mean()
     assert loss[1024:5120].mean() < loss[:64].mean()
+
+
+@pytest.mark.parametrize(("forget_to", "grows"), [("zero", True), ("start", False)])
+@torch.no_grad()
+def test_a_small_error_of_a_deep_memory_grows_if_it_forgets_to_zero_and_fades_if_to_its_start(forget_to, grows):
+    torch.manual_seed(0)
+    mem = NeuralMemory(64, expansion=2, forget_init=0.1, forget_to=forget_to).double()
+    exact = mem.start(1)
+    off = exact.map(lambda x: x + 1e-9 * torch.randn_like(x))
+    x = torch.randn(1, 3072, 64, dtype=torch.float64)
+    (_, one), (_, other) = mem(x, exact), mem(x, off)
+    apart = max((a - b).norm().item() for a, b in zip(one.weight, other.weight, strict=True))
+    assert apart > 1e-5 if grows else apart < 1e-13  # about 1e-7 at first
