@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from support import small_model
 
+from support import small_model
 from titanmem.train.config import OptimConfig
 from titanmem.train.optim import make_optimizer, set_rate
 from titanmem.train.parallel import repeatable

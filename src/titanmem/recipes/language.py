@@ -14,7 +14,7 @@ from titanmem.config import require
 from titanmem.models.sizes import SIZES, TEXT_MEMORY
 from titanmem.recipes import fineweb
 from titanmem.recipes.models import ABLATIONS, DEPTHS, FLA_MODELS, TITANS, TRANSFORMERS, Frame
-from titanmem.train.config import DataConfig, OptimConfig, TrainConfig
+from titanmem.train.config import DataConfig, OptimConfig, ParallelConfig, TrainConfig
 
 COMPARED = (*TITANS, *TRANSFORMERS)  # and, where flash-linear-attention is:
 COMPARED_FLA = ("fla_gated_deltanet", "fla_deltanet")
@@ -45,6 +45,7 @@ class Small:
                 carry_rows=self.carry_rows if carry else None,
             ),
             optim=OptimConfig(lr=self.rate, warmup=max(1, self.steps // 10), final=0.05),
+            parallel=ParallelConfig(repeatable=True),
             steps=self.steps,
             batch_tokens=self.batch_tokens,
             micro_rows=self.batch_tokens // self.length,

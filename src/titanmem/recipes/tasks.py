@@ -12,7 +12,7 @@ from titanmem.models.language import TitansConfig
 from titanmem.models.sizes import fit_mlp
 from titanmem.recipes.models import CONVOLVED, FLA_MODELS, MODELS, TRANSFORMERS, Frame
 from titanmem.tasks import TOKEN_TASKS, Task
-from titanmem.train.config import DataConfig, OptimConfig, TaskConfig, TrainConfig
+from titanmem.train.config import DataConfig, OptimConfig, ParallelConfig, TaskConfig, TrainConfig
 
 FRAME = Frame(
     dim=128, num_layers=2, num_heads=2, mlp_width=256, window=64, segment=64, num_persistent=4,
@@ -107,6 +107,7 @@ def task_recipe(model: str, task: str) -> TrainConfig:
         steps=STEPS,
         batch_tokens=2**14,
         micro_rows=64,
+        parallel=ParallelConfig(repeatable=True),
         eval_every=STEPS if made is None else STEPS // 4,  # rows of words are long in the end
         save_every=STEPS // 4,
     )

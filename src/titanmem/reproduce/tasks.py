@@ -48,7 +48,7 @@ SCORED = {"exact": "score", "stderr": "stderr", "chance": "chance", "rows": "n"}
 def open_subject(folder: Path) -> Subject:
     """The model of a run; a GPU reads many rows at once."""
     where = device()
-    return Subject.open(folder, where, piece=2**16 if where.type == "cuda" else 2**13)
+    return Subject.open(folder, where, piece=2**17 if where.type == "cuda" else 2**13)
 
 
 class TaskExperiment(Experiment):

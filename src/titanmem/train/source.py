@@ -167,9 +167,9 @@ class TaskSource(TokenSource):
     def try_level(self, spread: Spread, level: dict[str, Any]) -> dict[str, float]:
         """Loss per question, share of right answers with its standard error, share of rows whose answers are all
         right."""
-        device = spread.ranks.device
-        generator = generator_of(self.config.seed, -1, level["length"])
-        most = max(1, self.config.data.length * self.config.micro_rows // level["length"])
+        device, config = spread.ranks.device, self.config
+        generator = generator_of(config.seed, -1, level["length"])
+        most = max(1, min(config.data.length * config.micro_rows, config.batch_tokens) // level["length"])
         loss, left, found = 0.0, self.settings.test_rows, []
         while left:
             ids, targets = (x.to(device) for x in self.task.batch(min(most, left), level, generator))
