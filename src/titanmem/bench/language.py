@@ -264,8 +264,10 @@ def work_table(records: Sequence[RunRecord]) -> list[str]:
 
 def draw_positions(axis: Any, records: Sequence[RunRecord]) -> None:
     """The loss by position, a line for every model; bars are the deviation over seeds, or a single seed's standard
-    error over documents."""
+    error over documents. What is lost beyond the length of training leaves the picture, so that the others can be told
+    apart."""
     styles = ("-", "--", ":", "-.")
+    trained, within = int(records[0].metrics["length"]), []
     for index, (name, runs) in enumerate(by_model(records).items()):
         middle, means, bars = [], [], []
         for number, entry in enumerate(runs[0].levels):
@@ -275,7 +277,8 @@ def draw_positions(axis: Any, records: Sequence[RunRecord]) -> None:
             bars.append(statistics.stdev(scores) if len(scores) > 1 else entry["stderr"])
         look = {"color": f"C{index % 10}", "linestyle": styles[index // 10 % 4]}
         axis.errorbar(middle, means, bars, marker="o", markersize=3, capsize=2, lw=1.2, label=name, **look)
-    trained = int(records[0].metrics["length"])
+        within += [mean for place, mean in zip(middle, means, strict=True) if place <= trained]
+    axis.set_ylim(top=min(axis.get_ylim()[1], max(within) + 0.2 * (max(within) - min(within))))
     axis.axvline(trained, color="0.5", lw=1, linestyle=":")
     axis.annotate(" trained up to here", (trained, 1), xycoords=("data", "axes fraction"), va="top", fontsize=8)
     places = positions(records)

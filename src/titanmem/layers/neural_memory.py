@@ -125,7 +125,6 @@ _LINEAR: dict[str, Any] = {
 PRESETS: dict[str, dict[str, Any]] = {
     "titans": {},
     "titans-text": {"forget_to": "start", "forget_init": 0.01, "step_init": 1e-3, "step_max": 0.01},
-    "titans-slow": {"step_init": 1e-4, "step_max": 1e-3, "forget_init": 2e-5},
     "titans-linear": {"depth": 1},
     "gated-delta": {**_LINEAR, "chunk_len": 1},
     "delta": {**_LINEAR, "chunk_len": 1, "forget": False},

@@ -35,10 +35,9 @@ SIZES = {
     "760m": Size(760e6, 24, 1536, 16, 1.25e-3, 30e9),
     "1.3b": Size(1.3e9, 18, 2048, 8, 7e-4, 100e9),
 }
-# A memory of two matrices that forgets to zero loses its learned start, and with it what its gradients flow through. On
-# text, small models that forget to their start came out better. The paper's sizes forget to zero, and begin with steps
-# so small and forget so little that it hardly shows (docs/log.md).
-TEXT_MEMORY, SLOW_MEMORY = PRESETS["titans-text"], PRESETS["titans-slow"]
+# On text gates learn to forget much. A memory of two matrices that does so to zero loses its learned start and makes
+# errors and gradients grow without end; one that forgets to its start does not (docs/numerics.md).
+TEXT_MEMORY = PRESETS["titans-text"]
 _SMALLER: dict[str, dict[str, Any]] = {  # sizes that are ours
     "tiny": {
         "window_len": 64, "segment_len": 64, "num_persistent": 16,
@@ -62,7 +61,7 @@ def named_config(name: str) -> TitansConfig:
         )
     block, size_name, chunk = found.groups()
     size = SIZES[size_name]
-    settings = dict(_SMALLER.get(size_name, {"memory": SLOW_MEMORY}))
+    settings = dict(_SMALLER.get(size_name, {"memory": TEXT_MEMORY}))
     if chunk is not None:
         settings["memory"] = {**settings["memory"], "chunk_len": int(chunk)}
     config = TitansConfig(size.vocab_size, size.dim, size.num_layers, size.num_heads, block, mlp_width=64, **settings)
