@@ -4,7 +4,9 @@ begins with weights that are off by a billionth.
     python benchmarks/perturbation.py            # a minute on a CPU → benchmarks/results/perturbation.json, a picture
 
 In float64, gates the same for every token, so that what one sees is the memory's own doing: the distance of the two
-copies beside the first one, every 256 tokens, for memories that forget to zero and to their start.
+copies (over all matrices, in the Frobenius norm) beside that at first, every 256 tokens, for memories that forget to
+zero and to their start. And for random gates, how the gradient of the values grows with the length, and how far float32
+is from float64 there.
 """
 
 from __future__ import annotations
@@ -24,15 +26,17 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from titanmem.bench.ops import MemoryCase, MemoryProblem
 from titanmem.bench.timing import machine
 from titanmem.ops.memory import Gates, memory
 from titanmem.state import FastWeights
 
 ROOT = Path(__file__).resolve().parents[1]
-WIDTH, HIDDEN, PIECE, TOKENS = 64, 128, 256, 8192
+WIDTH, HIDDEN, PIECE, TOKENS, FAR = 64, 128, 256, 8192, 32_768
 MOMENTUM, EPSILON = 0.88, 1e-9
 STEPS, FORGETS, SEEDS = (0.01, 0.001), (0.0, 1e-4, 0.0025, 0.02, 0.1), (0, 1, 2)
 CHUNK, SHORT = 64, (1, 16)
+LENGTHS, VALUES = (512, 1024, 2048, 4096), 7  # of `MemoryProblem.results`: outputs and state are five, then q, k, v
 
 
 def growth(
@@ -72,14 +76,16 @@ def distance(weight: tuple[Tensor, ...]) -> float:
 
 
 def settings() -> list[dict[str, Any]]:
-    """All that are measured; shorter chunks for one of them."""
+    """All that are measured; shorter chunks for one of them, more tokens for another."""
     found = [
         {"depth": depth, "step": step, "forget": forget, "to": to}
         for depth in (2, 1) for step in STEPS for forget in FORGETS for to in ("zero", "start")
         if forget or to == "zero"
     ]  # fmt: skip
     last = {"depth": 2, "step": STEPS[0], "forget": FORGETS[-1]}
-    return found + [{**last, "to": to, "chunk": chunk} for chunk in SHORT for to in ("zero", "start")]
+    found += [{**last, "to": to, "chunk": chunk} for chunk in SHORT for to in ("zero", "start")]
+    first = {"depth": 2, "step": STEPS[0], "forget": 0.0025}  # the layer's own
+    return found + [{**first, "to": to, "tokens": FAR} for to in ("zero", "start")]
 
 
 def measure() -> list[dict[str, Any]]:
@@ -89,8 +95,22 @@ def measure() -> list[dict[str, Any]]:
         runs = [growth(**setting, seed=seed) for seed in SEEDS]
         means = [statistics.geometric_mean(same) for same in zip(*runs, strict=True)]
         records.append({**setting, "growth": [float(f"{x:.3g}") for x in means]})
-        shown = ", ".join(f"{at}: {means[at // PIECE - 1]:.1e}" for at in (512, 2048, TOKENS))
+        shown = ", ".join(f"{at}: {means[at // PIECE - 1]:.1e}" for at in (512, 2048, setting.get("tokens", TOKENS)))
         print(f"{' '.join(f'{name} {value}' for name, value in setting.items())}: {shown}", flush=True)
+    return records
+
+
+def gradients() -> list[dict[str, Any]]:
+    """Norm of the values' gradient by length, and the relative error of what float32 makes of it; random gates that
+    forget 7 % a token on average."""
+    records = []
+    for base in (False, True):
+        for tokens in LENGTHS:
+            problem = MemoryProblem(MemoryCase(1, tokens, heads=2, hidden=HIDDEN, base=base), torch.device("cpu"))
+            exact, found = (problem.results(dtype, "chunked")[VALUES] for dtype in (torch.float64, torch.float32))
+            norm, error = float(exact.norm()), float((found.double() - exact).norm() / exact.norm())
+            records.append({"to": "start" if base else "zero", "tokens": tokens, "norm": norm, "float32": error})
+            print(f"gradient of the values, to {records[-1]['to']}, {tokens}: {norm:.2g}, float32 off by {error:.1g}")
     return records
 
 
@@ -99,7 +119,7 @@ def draw(records: list[dict[str, Any]], file: Path) -> None:
     from titanmem.train.plots import new_figure
 
     figure, axes = new_figure(2, width=5.4, height=4.2)
-    shown = [r for r in records if r["step"] == STEPS[0] and r["forget"] != 1e-4 and "chunk" not in r]
+    shown = [r for r in records if r["step"] == STEPS[0] and r["forget"] != 1e-4 and not {"chunk", "tokens"} & r.keys()]
     for axis, depth, title in zip(axes, (2, 1), ("two matrices", "one matrix (linear)"), strict=True):
         for record in (r for r in shown if r["depth"] == depth):
             colour = f"C{FORGETS.index(record['forget'])}"
@@ -122,6 +142,9 @@ def main() -> None:
     given = parser.parse_args()
     with torch.no_grad():
         records = measure()
+    grown = [
+        {**record, **{name: float(f"{record[name]:.3g}") for name in ("norm", "float32")}} for record in gradients()
+    ]
     about = {
         "width": WIDTH,
         "hidden": HIDDEN,
@@ -132,7 +155,8 @@ def main() -> None:
     }
     lines = ",\n  ".join(json.dumps(record) for record in records)
     head = json.dumps({"machine": machine(), **about}, indent=1)[:-2]
-    given.out.write_text(f'{head},\n "records": [\n  {lines}\n ]\n}}\n')
+    more = ",\n  ".join(json.dumps(record) for record in grown)
+    given.out.write_text(f'{head},\n "records": [\n  {lines}\n ],\n "gradients": [\n  {more}\n ]\n}}\n')
     draw(records, given.picture)
     print(f"written to {given.out} and {given.picture}")
 

@@ -2,8 +2,8 @@
 
     python benchmarks/repeats.py lmm mag attention
 
-Every model of `titanmem reproduce language` computes the gradient of one batch five times, launched and as a CUDA
-graph, as it is and with `parallel.repeatable`. Prints and keeps the parameters whose gradients differ.
+Every model of `titanmem reproduce language` computes the gradient of one batch four times after the first, launched and
+as a CUDA graph, as it is and with `parallel.repeatable`. Prints and keeps the parameters whose gradients differ.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch
 
 from titanmem import TitansLM
 from titanmem.bench.job import device
+from titanmem.bench.script import run_script
 from titanmem.bench.timing import machine
 from titanmem.graphs import Again, Graph
 from titanmem.recipes.language import language_run
@@ -59,7 +60,7 @@ def differing(name: str, scale: str, graphs: bool, repeats: int = 4) -> dict[str
     }
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="+", help="of `titanmem reproduce language`")
     parser.add_argument("--scale", default="small", help="tiny for a CPU")
@@ -74,7 +75,8 @@ def main() -> None:
                 records.append({"model": name, "repeatable": on, "graph": graphs, **found})
                 print(json.dumps(records[-1]), flush=True)
     given.out.write_text(json.dumps({"machine": machine(), "records": records}, indent=1) + "\n")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_script(main, "repeats.py"))

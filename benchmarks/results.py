@@ -33,6 +33,7 @@ ROOT = Path(__file__).resolve().parents[1]
 STORED = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "results.md"
 IMAGES = PAGE.parent / "images"
+LONGEST = 60  # characters of a setting in a table
 SEEN = "### Seen"
 
 
@@ -95,7 +96,7 @@ class Experiment(ABC):
             for run in runs:
                 for name, value in run.settings.items():
                     values.setdefault(name, set()).add(json.dumps(value))
-            settings = ", ".join(f"`{name}={' or '.join(sorted(found))}`" for name, found in values.items())
+            settings = ", ".join(f"`{name}={shown(sorted(found))}`" for name, found in values.items())
             tokens = "" if runs[0].tokens is None else f"{runs[0].tokens / 1e6:.1f} M"
             sizes = f"{span([run.parameters for run in runs])} | {span([run.steps for run in runs])} | {tokens}"
             lines.append(
@@ -117,6 +118,12 @@ class Experiment(ABC):
             *self.costs(), "",
             "```", *self.commands(), "```", "",
         ]  # fmt: skip
+
+
+def shown(values: list[str]) -> str:
+    """What a setting was; long ones stand in the command below the table."""
+    text = " or ".join(values)
+    return text if len(text) <= LONGEST else "…"
 
 
 def seeds_of(runs: Sequence[RunRecord]) -> str:
@@ -163,7 +170,7 @@ class Babilong(Task):
             words = ["--data", str(runs[0].settings["data"]), "--facts", "BABI_FOLDER", "--seeds", seeds_of(runs)]
             words += other("--questions", {entry["level"]["qa"] for run in runs for entry in run.levels}, [1])
             words += ["--label", runs[0].label] if runs[0].label else []
-            words += setting_words(runs[0], ["data", "task.stages"])
+            words += setting_words(runs[0], ["data", *([] if runs[0].label else ["task.stages"])])
             groups.setdefault(shlex.join(words), []).append(runs[0].model)
         return [f"titanmem reproduce babilong --models {','.join(names)} {rest}" for rest, names in groups.items()]
 

@@ -232,13 +232,15 @@ def positions(records: Sequence[RunRecord]) -> list[int]:
 
 
 def table(records: Sequence[RunRecord]) -> list[str]:
-    """Markdown: the loss of every model by position, the lowest of a column in bold."""
+    """Markdown: the loss of every model by position, in bold the lowest of those that are of one size."""
     places, models = positions(records), by_model(records)
+    usual = statistics.median(runs[0].parameters for runs in models.values())
+    equal = [name for name, runs in models.items() if abs(runs[0].parameters / usual - 1) < 0.1]
     cells = {
         (name, place): [e["loss"] for run in runs for e in run.levels if e["level"]["position"] == place]
         for name, runs in models.items() for place in places
     }  # fmt: skip
-    best = {p: min(statistics.mean(cells[name, p]) for name in models if cells[name, p]) for p in places}
+    best = {p: min((statistics.mean(cells[name, p]) for name in equal if cells[name, p]), default=None) for p in places}
     lines = [f"| loss up to position | {' | '.join(f'{place:,}' for place in places)} | bits a byte | lr |"]
     lines.append("|---|" + "---|" * (len(places) + 2))
     for name, runs in models.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -30,10 +31,12 @@ def table(records: Sequence[Record], columns: dict[str, str]) -> str:
 
 
 def save(records: Sequence[Record], what: str, folder: Path) -> Path:
-    """FOLDER/bench_WHAT.json with the machine and the versions."""
+    """FOLDER/bench_WHAT.json with the machine and the versions; what was measured on another device stays beside it."""
     folder.mkdir(parents=True, exist_ok=True)
-    file = folder / f"bench_{what}.json"
-    file.write_text(json.dumps({"machine": machine(), "records": list(records)}, indent=1) + "\n")
+    file, here = folder / f"bench_{what}.json", machine()
+    if file.exists() and json.loads(file.read_text())["machine"]["device"] != here["device"]:
+        file = folder / f"bench_{what}_{re.sub('[^a-z0-9]+', '-', here['device'].lower()).strip('-')}.json"
+    file.write_text(json.dumps({"machine": here, "records": list(records)}, indent=1) + "\n")
     return file
 
 

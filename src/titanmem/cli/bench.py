@@ -74,8 +74,10 @@ def run(arguments: argparse.Namespace) -> int:
 def _ops(arguments: argparse.Namespace, device: Any) -> Iterator[dict[str, Any]]:
     from titanmem.bench.ops import MemoryCase, bench_ops
     from titanmem.bench.script import numbers
+    from titanmem.config import require
 
-    asked = numbers(arguments.hidden, "--hidden") if arguments.hidden else None
+    asked = None if arguments.hidden is None else numbers(arguments.hidden, "--hidden")
+    require(asked is None or min(asked) >= 1, f"--hidden are numbers of units from 1 on, got {arguments.hidden!r}")
     if device.type == "cuda":
         tokens = arguments.tokens or 4096
         cases = [MemoryCase(8, tokens, hidden=hidden) for hidden in asked or (64, 128, 256)]

@@ -31,6 +31,8 @@ class WindowAttention(nn.Module):
             raise ValueError(f"dim={dim} must divide into num_heads={num_heads} heads of even width")
         if window_len is not None and window_len < 1:
             raise ValueError(f"window_len must be at least 1 or None, got {window_len}")
+        if conv_width < 1:
+            raise ValueError(f"conv_width must be at least 1, which is none, got {conv_width}")
         self.num_heads, self.window_len, self.rope_base = num_heads, window_len, rope_base
         self.qkv = nn.Linear(dim, 3 * dim, bias=False)
         self.out = nn.Linear(dim, dim, bias=False)
@@ -72,6 +74,8 @@ class WindowAttention(nn.Module):
             return x, state
         x, finite = contain(x)
         qkv, conv = self.qkv(x), state.conv
+        if (self.conv is None) != (conv is None):
+            raise ValueError("the state belongs to attention with another convolution; begin with this layer's start()")
         if self.conv is not None and conv is not None:
             qkv, conv = causal_conv(qkv, self.conv, conv, layout)
         q, k, v = self._split(qkv)

@@ -27,7 +27,7 @@ STORY_VOCAB = 4096
 STEPS = 2200
 BYTES = 256  # ids of the needle, whose small models read bytes
 RATE = 2e-3
-RATES_OF_WORDS = dict.fromkeys((*TRANSFORMERS, *CONVOLVED, "rmt"), 5e-4)  # that of the others teaches them nothing
+RATES_OF_WORDS = dict.fromkeys((*TRANSFORMERS, *CONVOLVED, "rmt"), 5e-4)  # RATE teaches the first two nothing
 
 
 def task_model(name: str, vocab_size: int, summary_id: int | None = None) -> TitansConfig:

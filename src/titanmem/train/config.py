@@ -37,7 +37,8 @@ class OptimConfig(Config):
 
     def __post_init__(self) -> None:
         check_types(self)
-        require(self.gate_rate > 0, f"optim.gate_rate must be positive, got {self.gate_rate}")
+        finite = 0 < self.gate_rate < float("inf")
+        require(finite, f"optim.gate_rate must be positive and finite, got {self.gate_rate}")
         require(self.lr > 0, f"optim.lr must be positive, got {self.lr}")
         betas = self.betas
         require(

@@ -28,7 +28,7 @@ from titanmem.train.config import RunConfig
 from titanmem.train.graphs import StepGraphs
 from titanmem.train.metrics import FILE as METRICS
 from titanmem.train.metrics import SAMPLES, Meter, Metrics, check_trackers
-from titanmem.train.optim import make_optimizer, rate_at, set_rate
+from titanmem.train.optim import make_optimizer, rate_at
 from titanmem.train.parallel import Ranks, Spread, open_ranks, repeatable
 from titanmem.train.provenance import provenance
 from titanmem.train.source import Batch
@@ -50,7 +50,7 @@ def train(
     Returns the last evaluation with "step" and "complete", which is False if a signal stopped the run, and "best": the
     step, held_out and folder of the best checkpoint, or None. `on_step` is called with every step's number and loss.
     """
-    with open_ranks() as ranks, repeatable(config.parallel.repeatable):
+    with open_ranks() as ranks, repeatable(config.parallel.repeatable or None):
         run = Run(config, Path(folder), ranks)
         try:
             run.open(from_step)
@@ -169,7 +169,7 @@ class Run:
         mean = self.ranks.total(total.item())[0] / count
         if math.isfinite(mean) and math.isfinite(norm):
             self.bad = 0
-            set_rate(self.optimizer, rate_at(self.config.optim, self.step, self.config.steps))
+            self.optimizer.set_rate(rate_at(self.config.optim, self.step, self.config.steps))
             self.optimizer.step()
         else:
             self.skip(batch, mean, norm)
@@ -209,7 +209,8 @@ class Run:
     def evaluate(self) -> None:
         """What the source measures, and a sample."""
         self.spread.module.eval()
-        result = self.source.evaluate(self.spread)
+        with repeatable(False if self.config.parallel.repeatable else None):  # drawing a sample has no fixed order
+            result = self.source.evaluate(self.spread)
         self.spread.module.train()
         if result is None:
             return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,25 +20,33 @@ def decays(name: str, parameter: Tensor) -> bool:
     return parameter.dim() >= 2 and not any(part in KEPT + FLA_KEPT for part in name.split("."))
 
 
-def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
-    """Fused AdamW with groups of parameters: what decays, what does not, and gates where they have their own rate."""
+class PacedAdamW(torch.optim.AdamW):
+    """Fused AdamW whose groups of parameters have paces: what the rate is multiplied by. They belong to the config and
+    are no part of what is saved."""
+
+    def __init__(self, groups: list[dict[str, Any]], paces: list[float], config: OptimConfig) -> None:
+        first, second = config.betas
+        super().__init__(groups, lr=config.lr, betas=(first, second), eps=config.eps, fused=True)
+        self.paces = paces
+
+    def set_rate(self, rate: float) -> None:
+        """The learning rate of the next step."""
+        for group, pace in zip(self.param_groups, self.paces, strict=True):
+            group["lr"] = rate * pace
+
+
+def make_optimizer(model: nn.Module, config: OptimConfig) -> PacedAdamW:
+    """AdamW with groups of parameters: what decays, what does not, and gates where they have their own rate."""
     groups: dict[tuple[bool, float], list[Tensor]] = {(True, 1.0): [], (False, 1.0): []}
     for name, parameter in model.named_parameters():
         pace = config.gate_rate if "gates" in name.split(".") else 1.0
         groups.setdefault((decays(name, parameter), pace), []).append(parameter)
+    filled = {key: members for key, members in groups.items() if members}
     settings = [
-        {"params": members, "weight_decay": config.weight_decay if decay else 0.0, "pace": pace}
-        for (decay, pace), members in groups.items()
-        if members
+        {"params": members, "weight_decay": config.weight_decay if decay else 0.0}
+        for (decay, _), members in filled.items()
     ]
-    first, second = config.betas
-    return torch.optim.AdamW(settings, lr=config.lr, betas=(first, second), eps=config.eps, fused=True)
-
-
-def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """The learning rate of the next step."""
-    for group in optimizer.param_groups:
-        group["lr"] = rate * group.get("pace", 1.0)
+    return PacedAdamW(settings, [pace for _, pace in filled], config)
 
 
 def rate_at(config: OptimConfig, step: int, steps: int) -> float:

@@ -23,14 +23,16 @@ from titanmem.train.config import ParallelConfig
 
 
 @contextmanager
-def repeatable(on: bool) -> Iterator[None]:
-    """Where `on`, torch adds up in a fixed order, which gradients of embeddings and attention on a GPU else do not."""
+def repeatable(on: bool | None) -> Iterator[None]:
+    """Whether torch adds up in a fixed order, which gradients of embeddings and attention on a GPU else do not; None
+    leaves it as it is."""
     flags: Any = deterministic
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     filled = flags.fill_uninitialized_memory
     if on:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # which cuBLAS wants for it
-        torch.use_deterministic_algorithms(True)
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # which cuBLAS wants for it, and reads once
+    if on is not None:
+        torch.use_deterministic_algorithms(on)
         flags.fill_uninitialized_memory = False  # a debugging help that costs time
     try:
         yield
