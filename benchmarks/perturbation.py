@@ -1,7 +1,7 @@
 """Does a memory forget a small error, or does the error grow? Two copies of a memory read the same random tokens; one
 begins with weights that are off by a billionth.
 
-    python benchmarks/perturbation.py            # a minute on a CPU → benchmarks/results/perturbation.json, a picture
+    python benchmarks/perturbation.py        # some minutes on a CPU → benchmarks/results/perturbation.json, a picture
 
 In float64, gates the same for every token, so that what one sees is the memory's own doing: the distance of the two
 copies (over all matrices, in the Frobenius norm) beside that at first, every 256 tokens, for memories that forget to
@@ -12,7 +12,6 @@ is from float64 there.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import statistics
 import sys
@@ -27,6 +26,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from titanmem.bench.ops import MemoryCase, MemoryProblem
+from titanmem.bench.record import in_lines
 from titanmem.bench.timing import machine
 from titanmem.ops.memory import Gates, memory
 from titanmem.state import FastWeights
@@ -108,9 +108,10 @@ def gradients() -> list[dict[str, Any]]:
         for tokens in LENGTHS:
             problem = MemoryProblem(MemoryCase(1, tokens, heads=2, hidden=HIDDEN, base=base), torch.device("cpu"))
             exact, found = (problem.results(dtype, "chunked")[VALUES] for dtype in (torch.float64, torch.float32))
-            norm, error = float(exact.norm()), float((found.double() - exact).norm() / exact.norm())
-            records.append({"to": "start" if base else "zero", "tokens": tokens, "norm": norm, "float32": error})
-            print(f"gradient of the values, to {records[-1]['to']}, {tokens}: {norm:.2g}, float32 off by {error:.1g}")
+            norm, error = exact.norm(), (found.double() - exact).norm() / exact.norm()
+            numbers = {name: float(f"{x:.3g}") for name, x in (("norm", norm), ("float32", error))}
+            records.append({"to": "start" if base else "zero", "tokens": tokens, **numbers})
+            print(f"gradient of the values: {records[-1]}", flush=True)
     return records
 
 
@@ -142,21 +143,9 @@ def main() -> None:
     given = parser.parse_args()
     with torch.no_grad():
         records = measure()
-    grown = [
-        {**record, **{name: float(f"{record[name]:.3g}") for name in ("norm", "float32")}} for record in gradients()
-    ]
-    about = {
-        "width": WIDTH,
-        "hidden": HIDDEN,
-        "chunk": CHUNK,
-        "momentum": MOMENTUM,
-        "every": PIECE,
-        "seeds": len(SEEDS),
-    }
-    lines = ",\n  ".join(json.dumps(record) for record in records)
-    head = json.dumps({"machine": machine(), **about}, indent=1)[:-2]
-    more = ",\n  ".join(json.dumps(record) for record in grown)
-    given.out.write_text(f'{head},\n "records": [\n  {lines}\n ],\n "gradients": [\n  {more}\n ]\n}}\n')
+    about = {"width": WIDTH, "hidden": HIDDEN, "chunk": CHUNK, "momentum": MOMENTUM, "every": PIECE, "seeds": SEEDS}
+    found = {"machine": machine(), **about, "records": records, "gradients": gradients()}
+    given.out.write_text(in_lines(found, "records", "gradients"))
     draw(records, given.picture)
     print(f"written to {given.out} and {given.picture}")
 

@@ -57,21 +57,24 @@ class RunRecord(Config):
 
     def write(self, path: Path) -> None:
         """One line for every setting and level, written aside and renamed."""
-        lines = []
-        for name, value in self.to_dict().items():
-            text = json.dumps(value)
-            if name == "levels":
-                text = "[\n  " + ",\n  ".join(json.dumps(entry) for entry in value) + "\n ]"
-            lines.append(f' "{name}": {text}')
         path.parent.mkdir(parents=True, exist_ok=True)
         aside = path.with_suffix(".part")
-        aside.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+        aside.write_text(in_lines(self.to_dict(), "levels"))
         aside.replace(path)
 
     @classmethod
     def all_in(cls, folder: Path) -> list[Self]:
         """The records of a folder by name."""
         return [cls.read(file) for file in sorted(folder.glob("*.json"))]
+
+
+def in_lines(value: dict[str, Any], *rows: str) -> str:
+    """JSON with a line for every key, and for every entry of the lists called `rows`."""
+    lines = []
+    for name, held in value.items():
+        text = "[\n  " + ",\n  ".join(map(json.dumps, held)) + "\n ]" if name in rows else json.dumps(held)
+        lines.append(f' "{name}": {text}')
+    return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
 def variant(model: str, label: str) -> str:

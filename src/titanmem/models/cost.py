@@ -32,7 +32,8 @@ def block_parameters(config: TitansConfig, name: str) -> int:
     if name in FLA_LAYERS:
         return total + layer_parameters(name, d, config.num_heads)
     if name in PLAIN:
-        return total + attention + (3 * d * config.attention_conv if convolved(config, name) else 0)
+        convolved = name == "attention" and config.attention_conv > 1
+        return total + attention + (3 * d * config.attention_conv if convolved else 0)
     if name == "lmm":
         return total + memory_parameters(memory, memory.output_gate) + (persistent if config.persistent_memory else 0)
     if name == "mag":
@@ -43,11 +44,6 @@ def block_parameters(config: TitansConfig, name: str) -> int:
     if config.memory_tokens is not None:
         return total + config.memory_tokens * memory.inner
     return total + d * d + (memory.conv_width * d if memory.conv_width > 1 else 0)
-
-
-def convolved(config: TitansConfig, name: str) -> bool:
-    """Whether a plain block has a convolution."""
-    return name == "attention" and config.attention_conv > 1
 
 
 def parameters(config: TitansConfig) -> int:

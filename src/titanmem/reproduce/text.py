@@ -156,8 +156,8 @@ class Language(TextExperiment):
 
     @property
     def models(self) -> list[str]:
-        there = (*COMPARED, *CONVOLVED, *(COMPARED_FLA if with_fla() else ()))
-        return self.pick(self.request.models, COMPARED, there, there)
+        peers = COMPARED_FLA if with_fla() else ()
+        return self.pick(self.request.models, COMPARED, (*COMPARED, *CONVOLVED, *peers), (*COMPARED, *peers))
 
     def table(self, records: Sequence[RunRecord]) -> str:
         return "\n".join([super().table(records), "", *beside("language")])

@@ -60,7 +60,7 @@ class ParallelConfig(Config):
     recompute: bool = False  # activation checkpointing, block by block
     compile: bool = False  # torch.compile, block by block
     graphs: bool = True  # CUDA graphs of forward and backward, on one GPU and for batches that are all of one form
-    repeatable: bool = False  # on a GPU: the same bits again, somewhat slower; on a CPU they are the same anyway
+    repeatable: bool = False  # on a GPU: gradients in the same bits again, as on a CPU they are anyway
 
     def __post_init__(self) -> None:
         check_types(self)
