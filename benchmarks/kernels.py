@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
@@ -22,8 +22,10 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "src"))
 
-from titanmem.bench.ops import MemoryCase, MemoryProblem, check, low_dtype
+from titanmem.bench.ops import PEAK, MemoryCase, MemoryProblem, check, low_dtype
 from titanmem.bench.timing import interleaved
+from titanmem.ops.loss import linear_cross_entropy
+from titanmem.ops.streams.custom_op import stream_scan
 
 RESULTS = Path(__file__).parent / "results"
 # batch, tokens, heads, width, hidden, chunk[, depth[, base]]: every kernel in every way that it is compiled
@@ -38,6 +40,28 @@ SHAPES: list[tuple[Any, ...]] = [
 ]  # fmt: skip
 SMALL: list[tuple[Any, ...]] = [(1, 40, 2, 16, 32, 16), (1, 33, 1, 16, 16, 16, 1), (1, 40, 2, 16, 32, 16, 2, True)]
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+BANDWIDTH = 4.3e12  # bytes/s: about what copying reaches on an H200
+# What a kernel cannot do without, per chunk: products of tokens with matrices of the state, of tokens with tokens over
+# the head's width and over the hidden units; matrices [C, C] read or written per 64 hidden units and per chunk.
+NEEDS = {
+    "write_chunks": (7, 0, 0, 6, 3),
+    "read_chunks": (4, 2, 2, 6, 6),
+    "retrace_chunks": (3, 0, 0, 6, 4),
+    "pull_chunks": (12, 6, 6, 12, 11),
+    "write_chunks_backward": (14, 0, 0, 14, 8),
+    "read_chunks_queries_backward": (4, 2, 2, 0, 0),
+    "read_chunks_keys_backward": (0, 2, 2, 0, 0),
+    "gate_rows": (0, 0, 0, 0, 6),  # of both passes
+    "gate_rows_backward": (0, 0, 0, 0, 6),
+    "sum_chunks": (0, 0, 0, 4, 0),
+}
+# on a base: more products with matrices of the state, and more matrices per 64 hidden units
+MORE_ON_A_BASE = {
+    "read_chunks": (2, 0),
+    "pull_chunks": (6, 2),
+    "retrace_chunks": (0, 2),
+    "write_chunks_backward": (0, 4),
+}
 
 
 def check_case(case: MemoryCase, dtype: torch.dtype) -> dict[str, Any]:
@@ -83,6 +107,72 @@ def by_kernel(work: Callable[[], object], runs: int = 5) -> dict[str, float]:
     return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 
+def needed_ms(kernel: str, case: MemoryCase) -> float:
+    """The least a kernel of NEEDS can take in one forward and backward pass: arithmetic at PEAK or bytes at BANDWIDTH,
+    whichever is more."""
+    with_state, over_width, over_hidden, by_slice, by_chunk = NEEDS[kernel]
+    if case.base:
+        products, matrices = MORE_ON_A_BASE.get(kernel, (0, 0))
+        with_state, by_slice = with_state + products, by_slice + matrices
+    tiled = case.width == case.chunk == 64  # where the Hopper kernels run, which keep states up to 128 hidden units
+    if not tiled and kernel == "write_chunks_backward":
+        with_state += 4  # the queries' part in the state's gradients, which `pull_chunks` has there
+    twice = kernel in ("write_chunks", "read_chunks") if not tiled else kernel == "write_chunks" and case.hidden > 128
+    tokens = case.batch * case.heads * case.tokens
+    flops = with_state * case.width * case.hidden
+    flops += case.chunk * (over_width * case.width + over_hidden * case.hidden)
+    moved = 2 * case.chunk * (by_slice * case.hidden / 64 + by_chunk) if tiled or kernel.startswith("gate") else 0
+    return (1 + twice) * 1e3 * tokens * max(2 * flops / PEAK, moved / BANDWIDTH)
+
+
+def other_kernels() -> Iterator[tuple[str, Callable[[], object], Mapping[str, float]]]:
+    """The kernels beside the memory's: what is run, the work, and the bytes that every kernel has to move."""
+    tokens, width, vocab = 8 * 4096, 3 * 1024, 32_000
+    x = torch.randn(8, 4096, width, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(4, width, device=DEVICE, requires_grad=True)
+    tail, upstream = x.new_zeros(8, 3, width), torch.randn(3, 8, 4096, 16, 64, device=DEVICE, dtype=torch.bfloat16)
+
+    def streams() -> None:
+        out = stream_scan(x, weight, tail, None, None, 16, 64, 2, float("inf"))
+        torch.autograd.grad(out, (x, weight), upstream)
+
+    one = 2 * tokens * width
+    moved = {"streams_forward": 2 * one, "streams_backward": 3 * one, "streams_backward_input": 2 * one}
+    yield "8×4096, 3 streams of 16×64, convolution, silu and l2 norm", streams, moved
+    hidden = torch.randn(tokens, 1024, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
+    head = (0.02 * torch.randn(vocab, 1024, device=DEVICE)).bfloat16().requires_grad_()
+    labels = torch.randint(0, vocab, (tokens,), device=DEVICE)
+    moved = {"softmax_error_rows": 2 * 2 * tokens * vocab}
+    yield "8×4096 tokens, the loss of 32,000 words", lambda: linear_cross_entropy(hidden, head, labels), moved
+    token = MemoryCase(8, 1, hidden=256)
+    decode, _ = MemoryProblem(token, DEVICE).works("triton", torch.bfloat16)
+    state = 4 * 4 * token.batch * token.heads * token.width * token.hidden
+    yield f"one token of every row, {token}", decode, {"step_rows": state}
+
+
+def time_others() -> list[dict[str, Any]]:
+    found = []
+    for name, work, moved in other_kernels():
+        parts = {kernel: ms for kernel, ms in by_kernel(work).items() if kernel in moved}
+        floors = {kernel: 1e3 * moved[kernel] / BANDWIDTH for kernel in parts}
+        print(name)
+        show_kernels(parts, floors)
+        found.append({"case": name, "kernels": parts, "of_floor": shares(parts, floors)})
+    return found
+
+
+def shares(parts: dict[str, float], floors: Mapping[str, float]) -> dict[str, float]:
+    """Every kernel's floor over its time."""
+    return {name: floors[name] / ms for name, ms in parts.items() if name in floors}
+
+
+def show_kernels(parts: dict[str, float], floors: Mapping[str, float]) -> None:
+    of_floor = shares(parts, floors)
+    for name, ms in list(parts.items())[:12]:
+        share = f"{of_floor[name]:4.0%} of its floor" if name in of_floor else ""
+        print(f"    {ms:8.3f}  {name[:60]:32} {share}", flush=True)
+
+
 def time_cases(cases: list[MemoryCase]) -> list[dict[str, Any]]:
     found = []
     for case in cases:
@@ -96,9 +186,12 @@ def time_cases(cases: list[MemoryCase]) -> list[dict[str, Any]]:
             f"{case}: forward {ahead:.3f} ms ({floor[0] / ahead:.0%} of the floor), with backward {whole:.3f} ms "
             f"({floor[1] / whole:.0%}), {peak:.2f} GiB"
         )
-        for name, ms in list(parts.items())[:12]:
-            print(f"    {ms:8.3f}  {name[:90]}", flush=True)
-        found.append({"case": str(case), "forward_ms": ahead, "both_ms": whole, "peak_gib": peak, "kernels": parts})
+        floors = {name: needed_ms(name, case) for name in parts if name in NEEDS}
+        show_kernels(parts, floors)
+        found.append({
+            "case": str(case), "forward_ms": ahead, "both_ms": whole, "peak_gib": peak, "kernels": parts,
+            "of_floor": shares(parts, floors),
+        })  # fmt: skip
     return found
 
 
@@ -148,7 +241,7 @@ def main() -> None:
     full = [MemoryCase(8, 4096, hidden=hidden, base=base) for base in (False, True) for hidden in (64, 128, 256)]
     if arguments.what == "time":
         found = time_cases([*full, MemoryCase(8, 4096, hidden=256, chunk=128), MemoryCase(1, 32768)])
-        write("kernels.json", {"machine": about, "cases": found})
+        write("kernels.json", {"machine": about, "cases": found, "others": time_others()})
     else:
         tune(full)
 

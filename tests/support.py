@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
@@ -200,3 +203,12 @@ class Blind(Again):
     def __call__(self):
         with NoValues(), patch("titanmem.graphs._capturing", return_value=True):
             return super().__call__()
+
+
+def without_interpreter(code: str) -> list[str]:
+    """Lines that Python code prints in a process of its own, in which kernels are compiled and not interpreted."""
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    env["PYTHONPATH"] = os.pathsep.join(sys.path)
+    run = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    return run.stdout.splitlines()

@@ -3,17 +3,18 @@ are as exact as plain torch in bf16."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from itertools import product
 from typing import Any
 
 import pytest
 import torch
 
-from ops.test_kernels import check
+from ops.test_kernels import DEVICE, check
+from support import without_interpreter
+from titanmem.bench.ops import MemoryCase, MemoryProblem
 from titanmem.ops import backend
+from titanmem.ops.memory import Gates, memory
+from titanmem.state import FastWeights
 
 SHARED_MEMORY = 232_448  # bytes that one program can have on an H100 or H200
 INTEGERS = {"pieces"}
@@ -61,16 +62,38 @@ def compile_all() -> None:
 
 
 def test_kernels_compile_for_hopper_and_fit_its_shared_memory():
-    """In a process of its own: this one may run Triton's interpreter."""
     pytest.importorskip("triton.experimental.gluon")
-    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    env["PYTHONPATH"] = os.pathsep.join(sys.path)
-    code = "from ops.test_hopper import compile_all; compile_all()"
-    run = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-    sizes = [int(line.split()[-1]) for line in run.stdout.splitlines() if line.startswith("compiled")]
+    lines = without_interpreter("from ops.test_hopper import compile_all; compile_all()")
+    sizes = [int(line.split()[-1]) for line in lines if line.startswith("compiled")]
     assert len(sizes) == 30
     assert max(sizes) <= SHARED_MEMORY
+
+
+@pytest.mark.skipif(backend.machine() is not None, reason=str(backend.machine()))
+@pytest.mark.parametrize("slices", [1, 2])
+def test_base_gradient_of_a_tape(slices):
+    """Two rows of ten chunks, the second cut after its first chunk."""
+    from titanmem.ops.memory.kernels.hopper_base import sum_chunks
+
+    heads, count, pieces = 2, 10, [[0, 0, 10], [1, 1, 10], [1, 0, 1]]
+    generator = torch.Generator().manual_seed(0)
+    many = lambda *shape: torch.randn(shape, generator=generator).to(DEVICE)
+    parts = many(14 * slices + 4, 2 * heads * count * 64 * 64).bfloat16()
+    shares, before, after = many(2, heads, count, 2, 5, 64), *many(2, 2, len(pieces) * heads, slices * 64 * 64)
+    totals = after.clone()
+    sum_chunks[(len(pieces) * heads, 2 * slices * 4)](
+        parts, shares, torch.tensor(pieces, dtype=torch.int32, device=DEVICE), *before, totals,
+        heads, count, 2 * heads * count * 64, N=slices, TILE=64, PART=1024, STEP=8,
+    )  # fmt: skip
+    for matrix, head, (piece, (row, first, last)) in product((0, 1), range(heads), enumerate(pieces)):
+        chunks = row, head, slice(first, last)
+        kinds = (parts[kind + matrix * slices :][:slices].double() for kind in (4 * slices + 3, 10 * slices + 4))
+        grads, reads = (x.view(2, heads, count, slices, 64, 64)[chunks] for x in kinds)
+        share = shares[chunks][:, matrix, 0, -1].double()
+        total = (grads * (1 - share)[:, None, None, None] + reads).sum(0)
+        total = (total.transpose(0, 1) if matrix == 0 else total).flatten()
+        at = matrix, piece * heads + head
+        torch.testing.assert_close(totals[at].double(), total + (before - after)[at], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.skipif(not backend.hopper(), reason="needs a Hopper GPU")
@@ -101,3 +124,24 @@ def test_whole_chunks_and_what_is_left():
 @pytest.mark.skipif(not backend.hopper(), reason="needs a Hopper GPU")
 def test_gates_of_exactly_zero_and_one():
     check(torch.bfloat16, 64, tokens=192, width=64, hidden=64, extreme=True)
+
+
+@pytest.mark.skipif(not backend.hopper(), reason="needs a Hopper GPU")
+@pytest.mark.parametrize("base", [False, True], ids=["to zero", "to the start"])
+def test_compiled_as_launched(base):
+    problem = MemoryProblem(MemoryCase(2, 128, heads=2, base=base), DEVICE)
+
+    def run(leaves):
+        q, k, v, *rest = leaves
+        step, momentum, forget, weight, surprise = (tuple(rest[i : i + 2]) for i in range(0, 10, 2))
+        fixed = tuple(rest[10:12]) if base else None
+        fast = FastWeights(weight, surprise)
+        return memory(q, k, v, Gates(step, momentum, forget), fast, gain=rest[-1], clip=10.0, base=fixed)[0]
+
+    def grads(run):
+        leaves = problem.leaves(torch.bfloat16)
+        y = run(leaves)
+        return [y, *torch.autograd.grad(y, leaves, torch.ones_like(y))]
+
+    for one, other in zip(grads(run), grads(torch.compile(run, fullgraph=True)), strict=True):
+        assert torch.equal(one, other)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
 import titanmem
-from support import assert_close, random_ids, small_model
+from support import assert_close, random_ids, small_model, without_interpreter
 from titanmem.ops.backend import machine
 from titanmem.ops.loss import linear_cross_entropy
 
@@ -72,3 +74,28 @@ def test_a_model_with_labels_returns_the_loss_of_its_logits(case):
         assert_close([loss], [expected])
     with pytest.raises(ValueError, match="labels must be int64"):
         model(ids, labels=labels[:, 1:])
+
+
+def order_of_memory() -> None:
+    """What the kernel does to memory in the order of its machine code, for a Hopper GPU."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from titanmem.ops.loss.kernels import softmax_error_rows
+
+    types = {"logits": "*bf16", "labels": "*i64", "losses": "*fp32", "size": "i32"}
+    types |= {"BLOCK": "constexpr", "WRITE": "constexpr"}
+    source = ASTSource(softmax_error_rows, types, {(4,): 4096, (5,): True})
+    code = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8}).asm["ptx"]
+    print(*re.findall(r"ld\.global|st\.global|bar\.sync", code))
+
+
+def test_no_warp_overwrites_a_logit_that_another_has_yet_to_read():
+    """Logits become errors in place: after the wanted one is read and the loss written, all warps wait."""
+    pytest.importorskip("triton")
+    (line,) = without_interpreter("from ops.test_loss import order_of_memory; order_of_memory()")
+    steps = line.split()
+    loss = steps.index("st.global")
+    assert steps[loss - 1] == "ld.global"
+    assert steps[loss + 1] == "bar.sync"

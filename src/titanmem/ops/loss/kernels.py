@@ -23,6 +23,7 @@ def softmax_error_rows(logits, labels, losses, size, BLOCK: tl.constexpr, WRITE:
     wanted = tl.load(line + tl.maximum(label, 0), mask=label < size, other=float("nan")).to(tl.float32)
     tl.store(losses + row, tl.where(asked, norm - wanted, 0.0))
     if WRITE:
+        tl.debug_barrier()  # no warp overwrites the wanted logit before all have read it
         for first in range(0, size, BLOCK):
             at = first + tl.arange(0, BLOCK)
             value = tl.load(line + at, mask=at < size, other=0.0).to(tl.float32)

@@ -6,11 +6,13 @@ cores read them and from where the copy engine writes out what later kernels nee
 
     at      W₁, S₁, W₂, S₂ at the chunk's start
     tape    0 X₂  1 D₁  2 D₂  3 φ'(Z₁)  4 φ''(Z₁) ∘ E₁  5 ẑ; the reads' part of the gradients of
-            6 X₁  7 D₁  8 X₂  9 D₂  10 W₁  11 S₁  12 W₂  13 S₂  14 B₁  15 B₂
+            6 X₁  7 D₁  8 X₂  9 D₂  10 W₁  11 S₁  12 W₂  13 S₂
+            with a base: 14 B₁ less W₁  15 B₂ less W₂; 16 B₁ + W₁  17 B₂ + W₂
 
 With a base B the network's matrices are B + W, and the state is W as ever. The key side adds `base1` and `base2`
-(float32 [H, I, O]) to the tiles it reads, the query side reads B's own tiles (descriptors `fixed1`, `fixed2`). Kinds 14
-and 15 exist only then, and on the way back the keys' part of the gradients of B₁ and B₂ takes the place of 10 and 12.
+(float32 [H, I, O]) to the state's tiles, the query side reads B's own tiles (descriptors `fixed1`, `fixed2`). On the
+way back the gradients of W₁ and W₂ after a chunk take the place of 7 and 8, once these have been read; `hopper_base.py`
+makes the gradient of B of them.
 
     write_chunks     the key side, one program per piece and head
     read_chunks      the query side, one program per chunk
@@ -80,22 +82,21 @@ def write_chunks(
     if BASE:
         base1 += head * (C * C) + square_offsets()
         base2 += head * (C * C) + square_offsets()
+        fixed1, fixed2 = gl.load(base1), gl.load(base2)
     fetch_token_tiles(k, v, K, V, bars, 0, first, line, head, True)
 
     for chunk in range(first, last):
         turn = (chunk - first) % 2
         place = start + chunk
         long = place.to(gl.int64)
-        if BASE:
-            whole1, whole2 = weight1 + gl.load(base1), weight2 + gl.load(base2)
         tma.store_wait(0)
         put(U1, weight1)
         put(S1, surprise1)
         put(U2, weight2)
         put(S2, surprise2)
         if BASE:
-            put(W1, whole1)
-            put(W2, whole2)
+            put(W1, weight1 + fixed1)
+            put(W2, weight2 + fixed2)
         fence_async_shared()
         tma.async_copy_shared_to_global(at, [place * C, 0], U1)
         tma.async_copy_shared_to_global(at, [lines + place * C, 0], S1)
@@ -140,6 +141,8 @@ def write_chunks(
         b = warpgroup_mma(flipped(KC), D1, carry1 * surprise1, is_async=True)
         c = warpgroup_mma(flipped(X2), DW, share2 * weight2 + drift2 * surprise2, is_async=True)
         d = warpgroup_mma(flipped(X2), DC, carry2 * surprise2, is_async=True)
+        if BASE:  # once more, rather than to hold it in registers
+            fixed1, fixed2 = gl.load(base1), gl.load(base2)
         weight1, surprise1, weight2, surprise2 = warpgroup_mma_wait(0, deps=(a, b, c, d))
     tma.store_wait(0)
     gl.store(w1 + square, weight1)

@@ -30,8 +30,8 @@ from titanmem.ops.memory.kernels.hopper_tiles import (
     last_error_backward,
     last_rows,
     last_shares,
+    less,
     load_norms,
-    make_whole,
     norm_pullback,
     normalise,
     piece_of,
@@ -42,6 +42,7 @@ from titanmem.ops.memory.kernels.hopper_tiles import (
     store_last_rows,
     sums,
     tile,
+    tiles,
     two_tiles,
     wide_offsets,
     zeros,
@@ -53,19 +54,28 @@ def retrace_chunks(
     k, v, gain, base1, base2, at, tape, inv_stds, alongs,
     tokens, heads, count, lines, N: gl.constexpr, NORM: gl.constexpr, RESIDUAL: gl.constexpr, BASE: gl.constexpr,
 ):  # fmt: skip
-    """The keys' tape from the states at the chunks' starts, N slices of hidden units."""
+    """The keys' tape from the states at the chunks' starts, N slices of hidden units; with a base also the network's
+    matrices, which stay in W1 and W2 until what is made of them takes their place."""
     chunk, row = gl.program_id(0), gl.program_id(1)
     head = row % heads
     line = row // heads * tokens + chunk * C
     place = row * count + chunk
     long = place.to(gl.int64)
     spot = place * N * C
-    K, V, W1, W2, X2, D1, D2, SL, BE = tile(), tile(), tile(), tile(), tile(), tile(), tile(), tile(), tile()
-    bars = barriers(2)
+    if BASE:
+        K, V, W1, W2, X2, SL, BE = tile(), tile(), tiles(N), tiles(N), tile(), tile(), tile()
+        D2 = X2
+    else:
+        K, V, W1, W2, X2, D1, D2, SL, BE = tile(), tile(), tile(), tile(), tile(), tile(), tile(), tile(), tile()
+    bars = barriers(N + 1 if BASE else 2)
     mbarrier.expect(bars.index(0), 2 * BYTES)
     tma.async_copy_global_to_shared(k, [line, head * C], bars.index(0), K)
     tma.async_copy_global_to_shared(v, [line, head * C], bars.index(0), V)
-    fetch_both(at, lines, W1, W2, bars.index(1), spot, N, True)
+    if BASE:
+        for f in range(N):
+            fetch_both(at, lines, W1.index(f), W2.index(f), bars.index(f + 1), spot + f * C, N, True)
+    else:
+        fetch_both(at, lines, W1, W2, bars.index(1), spot, N, True)
     t = gl.arange(0, C, layout=ROWS)
     scale = gain_row(gain, head, NORM)
     if BASE:
@@ -74,17 +84,24 @@ def retrace_chunks(
     mbarrier.wait(bars.index(0), 0)
     total = zeros()
     for f in range(N):
-        mbarrier.wait(bars.index(1), f & 1)
         if BASE:
-            make_whole(W1, base1 + f * C)
-            make_whole(W2, base2 + f * C * C)
+            w1, w2 = W1.index(f), W2.index(f)
+            mbarrier.wait(bars.index(f + 1), 0)
+            put(w1, floats(w1) + gl.load(base1 + f * C))
+            put(w2, floats(w2) + gl.load(base2 + f * C * C))
             fence_async_shared()
-        z = product(K, W1)
+            tma.async_copy_shared_to_global(tape, [(12 * N + 4) * lines + spot + f * C, 0], w1)
+            tma.async_copy_shared_to_global(tape, [(13 * N + 4) * lines + spot + f * C, 0], w2)
+        else:
+            w1, w2 = W1, W2
+            mbarrier.wait(bars.index(1), f & 1)
+        z = product(K, w1)
         cdf, _ = cdf_pdf(z)
         put(X2, z * cdf)
         fence_async_shared()
-        total = warpgroup_mma(X2, W2, total)
-        fetch_both(at, lines, W1, W2, bars.index(1), spot + (f + 1) % N * C, N, True)
+        total = warpgroup_mma(X2, w2, total)
+        if not BASE:
+            fetch_both(at, lines, W1, W2, bars.index(1), spot + (f + 1) % N * C, N, True)
     error, unit, inv_std, along = key_error(total, floats(K), floats(V), scale, NORM, RESIDUAL)
     gl.store(inv_stds + long * C + t, inv_std)
     gl.store(alongs + long * C + t, along)
@@ -94,24 +111,26 @@ def retrace_chunks(
     tma.async_copy_shared_to_global(tape, [2 * N * lines + place * C, 0], D2)
     tma.async_copy_shared_to_global(tape, [(4 * N + 1) * lines + place * C, 0], V)
     for f in range(N):
-        mbarrier.wait(bars.index(1), (N + f) & 1)
         if BASE:
-            make_whole(W1, base1 + f * C)
-            make_whole(W2, base2 + f * C * C)
-            fence_async_shared()
-        a, b = begin(K, W1), begin(D2, flipped(W2))
+            w1, w2 = W1.index(f), W2.index(f)
+            x2, d1 = w1, w2
+        else:
+            w1, w2, x2, d1 = W1, W2, X2, D1
+            mbarrier.wait(bars.index(1), (N + f) & 1)
+        a, b = begin(K, w1), begin(D2, flipped(w2))
         z, back = warpgroup_mma_wait(0, deps=(a, b))
-        fetch_both(at, lines, W1, W2, bars.index(1), spot + (f + 1) * C, N, f + 1 < N)
+        if not BASE:
+            fetch_both(at, lines, W1, W2, bars.index(1), spot + (f + 1) * C, N, f + 1 < N)
         cdf, pdf = cdf_pdf(z)
         slope = cdf + z * pdf
         tma.store_wait(0)
-        put(X2, z * cdf)
+        put(x2, z * cdf)
         put(SL, slope)
-        put(D1, back * slope)
+        put(d1, back * slope)
         put(BE, back * ((2.0 - z * z) * pdf))
         fence_async_shared()
-        tma.async_copy_shared_to_global(tape, [spot + f * C, 0], X2)
-        tma.async_copy_shared_to_global(tape, [N * lines + spot + f * C, 0], D1)
+        tma.async_copy_shared_to_global(tape, [spot + f * C, 0], x2)
+        tma.async_copy_shared_to_global(tape, [N * lines + spot + f * C, 0], d1)
         tma.async_copy_shared_to_global(tape, [(2 * N + 1) * lines + spot + f * C, 0], SL)
         tma.async_copy_shared_to_global(tape, [(3 * N + 1) * lines + spot + f * C, 0], BE)
     tma.store_wait(0)
@@ -225,9 +244,12 @@ def pull_chunks(
     if BASE:
         a = warpgroup_mma(Y, flipped(F2), a, is_async=True)
     b, c, d = begin(flipped(D2), Q2), begin(flipped(Q2), W2), begin(flipped(Q2), S2)
-    back, to_x2, to_w2, to_s2 = warpgroup_mma_wait(0, deps=(a, b, c, d))
     if BASE:
-        put(F2, product(flipped(Q2), Y))
+        e = begin(flipped(Q2), Y)
+        back, to_x2, to_w2, to_s2, to_b2 = warpgroup_mma_wait(0, deps=(a, b, c, d, e))
+        put(F2, less(to_b2, to_w2))
+    else:
+        back, to_x2, to_w2, to_s2 = warpgroup_mma_wait(0, deps=(a, b, c, d))
     put(Q2, to_x2)
     put(W2, to_w2)
     put(S2, to_s2)
@@ -264,9 +286,12 @@ def pull_chunks(
     if BASE:
         a = warpgroup_mma(X2, flipped(F1), a, is_async=True)
     b, c, d = begin(flipped(D1), Q), begin(flipped(Q), W1), begin(flipped(Q), S1)
-    total, to_x1, to_w1, to_s1 = warpgroup_mma_wait(0, deps=(a, b, c, d))
     if BASE:
-        put(F1, product(flipped(Q), X2))
+        e = begin(flipped(Q), X2)
+        total, to_x1, to_w1, to_s1, to_b1 = warpgroup_mma_wait(0, deps=(a, b, c, d, e))
+        put(F1, less(to_b1, to_w1))
+    else:
+        total, to_x1, to_w1, to_s1 = warpgroup_mma_wait(0, deps=(a, b, c, d))
     put(Y, total)
     put(K, to_x1)
     put(W1, to_w1)
@@ -307,24 +332,29 @@ def fetch_error(v, tape, lines, V, BE, UN, bar, token, head, line, there):
 
 
 @gluon.jit
-def fetch_weights(at, tape, lines, SL, W1, W2, PX1, bar, line, there):
+def fetch_weights(at, tape, lines, SL, W1, W2, PX1, bar, line, there, BASE: gl.constexpr):
     mbarrier.expect(bar, 4 * BYTES, pred=there)
     tma.async_copy_global_to_shared(tape, [3 * lines + line, 0], bar, SL, pred=there)
-    tma.async_copy_global_to_shared(at, [line, 0], bar, W1, pred=there)
-    tma.async_copy_global_to_shared(at, [2 * lines + line, 0], bar, W2, pred=there)
+    if BASE:
+        tma.async_copy_global_to_shared(tape, [16 * lines + line, 0], bar, W1, pred=there)
+        tma.async_copy_global_to_shared(tape, [17 * lines + line, 0], bar, W2, pred=there)
+    else:
+        tma.async_copy_global_to_shared(at, [line, 0], bar, W1, pred=there)
+        tma.async_copy_global_to_shared(at, [2 * lines + line, 0], bar, W2, pred=there)
     tma.async_copy_global_to_shared(tape, [6 * lines + line, 0], bar, PX1, pred=there)
 
 
 @gluon.jit
 def write_chunks_backward(
-    k, v, pieces, gain, base1, base2, shares, steps, norms, at, tape, states, inv_stds, alongs, parts,
+    k, v, pieces, gain, shares, steps, norms, at, tape, states, inv_stds, alongs, parts,
     grad_steps, grad_shares, grad_ends, grad_w1, grad_s1, grad_w2, grad_s2, grad_k, grad_v, grad_gain,
     tokens, heads, count, lines, clip,
     NORM: gl.constexpr, RESIDUAL: gl.constexpr, CLIP: gl.constexpr, BASE: gl.constexpr,
 ):  # fmt: skip
     """Completes what `pull_chunks` began: grad_k, grad_v, grad_steps of the unclipped steps, grad_shares, grad_gain
-    [N, D], and in grad_w*, grad_s* the gradients of the state after the call become those of the state before it. Of
-    the base's gradient the keys' part is left in the tape. `states` and `parts` are `at` and `tape` as pointers."""
+    [N, D], and in grad_w*, grad_s* the gradients of the state after the call become those of the state before it. With
+    a base the gradients of W₁ and W₂ after each chunk are left in the tape. `states` and `parts` are `at` and `tape` as
+    pointers."""
     row = gl.program_id(0)
     head, line, place, first, after = piece_of(pieces, row, heads, tokens, count)
     K, X2, D1, D2 = two_tiles(), two_tiles(), two_tiles(), two_tiles()
@@ -341,16 +371,13 @@ def write_chunks_backward(
     to_weight1, to_surprise1 = gl.load(grad_w1 + state), gl.load(grad_s1 + state)
     to_weight2, to_surprise2 = gl.load(grad_w2 + state), gl.load(grad_s2 + state)
     scale = gain_row(gain, head, NORM)
-    if BASE:
-        base1 += head * (C * C) + square
-        base2 += head * (C * C) + square
     kind = lines.to(gl.int64) * C
     to_gain = zeros()
     place += after - 1
     line += (after - 1) * C
     fetch_factors(k, tape, lines, K, X2, D1, D2, bars.index(0), 0, line, head, place, True)
     fetch_parts(tape, lines, PD1, PX2, PD2, bars.index(2), place * C, True)
-    fetch_weights(at, tape, lines, SL, W1, W2, PX1, bars.index(4), place * C, True)
+    fetch_weights(at, tape, lines, SL, W1, W2, PX1, bars.index(4), place * C, True, BASE)
     fetch_error(v, tape, lines, V, BE, UN, bars.index(3), line, head, place * C, True)
 
     for back in range(after - first):
@@ -391,14 +418,14 @@ def write_chunks_backward(
         carried1, written1 = (carried1 * step1)[:, None], (written1 * step1)[:, None]
         carried2, written2 = (carried2 * step2)[:, None], (written2 * step2)[:, None]
         mbarrier.wait(bars.index(2), back & 1)
+        if BASE:
+            tma.async_copy_shared_to_global(tape, [7 * lines + place * C, 0], GW1)
+            tma.async_copy_shared_to_global(tape, [8 * lines + place * C, 0], GW2)
         to_d1 = floats(PD1) - written1 * along_w1 - carried1 * along_s1 - pull_d1 * error1
         to_d2 = floats(PD2) - written2 * along_w2 - carried2 * along_s2 - pull_d2 * error2
 
         # through D₁ = (D₂ W₂ᵀ) ∘ φ'(Z₁)
         mbarrier.wait(bars.index(4), back & 1)
-        if BASE:
-            make_whole(W1, base1)
-            make_whole(W2, base2)
         put(E1, to_d1 * floats(SL))
         fence_async_shared()
         a = warpgroup_mma(E1, W2, to_d2, is_async=True)
@@ -456,24 +483,14 @@ def write_chunks_backward(
         to_surprise2 = carry2 * to_surprise2 + drift2 * to_weight2 + more_s2.to(gl.float32)
         to_weight1 = share1 * to_weight1 + more_w1.to(gl.float32)
         to_weight2 = share2 * to_weight2 + more_w2.to(gl.float32)
-        if BASE:
-            b, c = begin(flipped(keys), Z1), begin(flipped(hidden), Z2)
-        else:
-            b = warpgroup_mma(flipped(keys), Z1, to_weight1, is_async=True)
-            c = warpgroup_mma(flipped(hidden), Z2, to_weight2, is_async=True)
+        b = warpgroup_mma(flipped(keys), Z1, to_weight1, is_async=True)
+        c = warpgroup_mma(flipped(hidden), Z2, to_weight2, is_async=True)
         c = warpgroup_mma(flipped(E1), last, c, is_async=True)
-        if BASE:
-            to_keys, to_base1, to_base2 = warpgroup_mma_wait(0, deps=(a, b, c))
-            gl.store(parts + 10 * kind + matrix, to_base1.to(gl.bfloat16))
-            gl.store(parts + 12 * kind + matrix, to_base2.to(gl.bfloat16))
-            to_weight1 += to_base1
-            to_weight2 += to_base2
-        else:
-            to_keys, to_weight1, to_weight2 = warpgroup_mma_wait(0, deps=(a, b, c))
+        to_keys, to_weight1, to_weight2 = warpgroup_mma_wait(0, deps=(a, b, c))
         put(GK, to_keys)
         fence_async_shared()
         tma.async_copy_shared_to_global(grad_k, [line, head * C], GK)
-        fetch_weights(at, tape, lines, SL, W1, W2, PX1, bars.index(4), place * C - C, more)
+        fetch_weights(at, tape, lines, SL, W1, W2, PX1, bars.index(4), place * C - C, more, BASE)
         place -= 1
         line -= C
     tma.store_wait(0)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from titanmem.ops.memory.kernels import hopper, hopper_backward, hopper_wide, hopper_wide_backward
+from titanmem.ops.memory.kernels import hopper, hopper_backward, hopper_base, hopper_wide, hopper_wide_backward
 from titanmem.ops.memory.kernels.hopper_tiles import SHARED, TILE, WARPS
 from titanmem.ops.memory.kernels.launch import Call, gates_backward, state_and_gain_grads
 from titanmem.ops.memory.plan import Pieces, cut_pieces
@@ -51,13 +51,18 @@ def base_tiles(call: Call) -> list[Any]:
     return [tiles(x.to(torch.bfloat16)) for x in call.base] or [None, None]
 
 
-def base_grads(call: Call, parts: Tensor) -> list[Tensor]:
-    """Gradients of the base [H, I, O]: what keys and queries left in the tape, summed over rows and chunks."""
+def base_grads(call: Call, parts: Tensor, ends: Tensor, begins: list[Tensor]) -> list[Tensor]:
+    """Gradients of the base [H, I, O] from the tape and the weights' gradients after every piece (`ends`, written into)
+    and before it (`begins`)."""
     s, n = call.shape, slices(call)
-    laid = parts.view(12 * n + 4, -1)[6 * n + 4 :].view(6, s.batch, s.heads, s.count, n, TILE, TILE)
-    pairs = laid[::4], laid[2::3]  # the keys' part at 0 and 2, the queries' at 4 and 5
-    first, second = (x.sum((0, 1, 3), dtype=torch.float32) for x in pairs)
-    return [first.transpose(1, 2).flatten(2), second.flatten(1, 2)]
+    table, (rows,) = piece_table(call)
+    part = 1024
+    hopper_base.sum_chunks[(rows, 2 * n * TILE * TILE // part)](
+        parts, call.shares, table, *begins, ends, s.heads, s.count, s.rows * s.tokens,
+        N=n, TILE=TILE, PART=part, STEP=8, num_warps=4,
+    )  # fmt: skip
+    sums = [x.unflatten(0, (-1, s.heads)).sum(0) for x in ends]  # an operation's results share no memory
+    return [x.view(base.shape) for x, base in zip(sums, call.base, strict=True)]
 
 
 def pieces_of(call: Call) -> Pieces | None:
@@ -165,7 +170,7 @@ def backward(call: Call, grad_y: Tensor, grad_state: list[Tensor], kept: list[Te
     """Gradients of q, k, v, gates, state, fresh, base, gain, in this order."""
     s = call.shape
     call.gate(keep=True)
-    parts = call.slots(((12 if call.base else 10) * slices(call) + 4) * TILE)
+    parts = call.slots(((14 if call.base else 10) * slices(call) + 4) * TILE)
     tape = tiles(parts.view(-1, TILE))
     states, call.steps, norms = kept or write(call, tape)[1]
     at = tiles(states.view(-1, TILE))
@@ -186,16 +191,17 @@ def backward(call: Call, grad_y: Tensor, grad_state: list[Tensor], kept: list[Te
     else:
         hopper_wide_backward.pull_chunks[grid](*asked, *read, **sizes(call))
     gw1, gw2, gs1, gs2 = grad_after = end_grads(call, grad_state)
+    ends = torch.stack([gw1.flatten(1), gw2.flatten(1)]) if call.base else None
     table, pieces = piece_table(call)
     grad_gain = call.q.new_empty(*pieces, TILE, dtype=torch.float32)
     kernels = hopper_backward if slices(call) == 1 else hopper_wide_backward
     kernels.write_chunks_backward[pieces](
-        k, v, table, call.gain, *call.base_pair, call.shares, call.steps, norms, at, tape, states, *rows, parts,
+        k, v, table, call.gain, call.shares, call.steps, norms, at, tape, states, *rows, parts,
         grad_steps, grad_shares, grad_ends, gw1, gs1, gw2, gs2, grad_k, grad_v, grad_gain,
         **sizes(call), **clipping(call),
     )  # fmt: skip
     grads += gates_backward(call, grad_blend, grad_shares, grad_ends, grad_steps)
     to_state, shared = begin_grads(call, grad_after)
-    if call.base:
-        shared += base_grads(call, parts)
+    if ends is not None:
+        shared += base_grads(call, parts, ends, [gw1, gw2])
     return grads + state_and_gain_grads(call, to_state, gain_parts, grad_gain, shared)

@@ -75,6 +75,11 @@ def two_tiles():
 
 
 @gluon.jit
+def tiles(COUNT: gl.constexpr):
+    return gl.allocate_shared_memory(gl.bfloat16, [COUNT, C, C], SHARED)
+
+
+@gluon.jit
 def barriers(COUNT: gl.constexpr):
     bars = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(COUNT):
@@ -109,6 +114,12 @@ def floats(x):
 @gluon.jit
 def put(into, x):
     into.store(x.to(gl.bfloat16))
+
+
+@gluon.jit
+def less(a, b):
+    """a − b, with b as a tile holds it."""
+    return a - b.to(gl.bfloat16).to(gl.float32)
 
 
 @gluon.jit
@@ -156,12 +167,6 @@ def square_offsets():
 def wide_offsets(N: gl.constexpr):
     """Offsets of a slice of a [64, N · 64] matrix."""
     return gl.arange(0, C, layout=ROWS)[:, None] * (N * C) + gl.arange(0, C, layout=COLUMNS)[None, :]
-
-
-@gluon.jit
-def make_whole(tile, base):
-    """A weight's tile becomes that of the network's matrix, base + weight."""
-    put(tile, floats(tile) + gl.load(base))
 
 
 @gluon.jit

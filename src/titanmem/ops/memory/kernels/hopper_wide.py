@@ -21,7 +21,6 @@ from titanmem.ops.memory.kernels.hopper_tiles import (
     BYTES,
     COLUMNS,
     ROWS,
-    SHARED,
     C,
     barriers,
     begin,
@@ -41,15 +40,11 @@ from titanmem.ops.memory.kernels.hopper_tiles import (
     put,
     square_offsets,
     tile,
+    tiles,
     two_tiles,
     wide_offsets,
     zeros,
 )
-
-
-@gluon.jit
-def tiles(N: gl.constexpr):
-    return gl.allocate_shared_memory(gl.bfloat16, [N, C, C], SHARED)
 
 
 @gluon.jit
@@ -175,6 +170,8 @@ def write_chunks(
             b = warpgroup_mma(flipped(KC), D1.index(f), carry1 * surprise1, is_async=True)
             c = warpgroup_mma(flipped(X2.index(f)), DW, share2 * weights2[f] + drift2 * surprise2, is_async=True)
             d = warpgroup_mma(flipped(X2.index(f)), DC, carry2 * surprise2, is_async=True)
+            if BASE:
+                fixed1, fixed2 = gl.load(base1 + f * C), gl.load(base2 + f * C * C)
             weight1, surprise1, weight2, surprise2 = warpgroup_mma_wait(0, deps=(a, b, c, d))
             if N == 2:
                 after_s1 += (surprise1,)
@@ -188,8 +185,8 @@ def write_chunks(
             if BASE:
                 put(K.index(turn), weight1)
                 put(V.index(turn), weight2)
-                weight1 += gl.load(base1 + f * C)
-                weight2 += gl.load(base2 + f * C * C)
+                weight1 += fixed1
+                weight2 += fixed2
             put(W1.index(f), weight1)
             put(W2.index(f), weight2)
             put(S1, surprise1)

@@ -12,6 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from titanmem.ops.memory.kernels.hopper_backward import fetch_both
 from titanmem.ops.memory.kernels.hopper_tiles import (
     BYTES,
     COLUMNS,
@@ -30,7 +31,6 @@ from titanmem.ops.memory.kernels.hopper_tiles import (
     last_rows,
     last_shares,
     load_norms,
-    make_whole,
     norm_pullback,
     normalise,
     piece_of,
@@ -41,10 +41,11 @@ from titanmem.ops.memory.kernels.hopper_tiles import (
     store_last_rows,
     sums,
     tile,
+    tiles,
     wide_offsets,
     zeros,
 )
-from titanmem.ops.memory.kernels.hopper_wide import fetch_first, fetch_second, keep, kept, tiles
+from titanmem.ops.memory.kernels.hopper_wide import fetch_first, fetch_second, keep, kept
 
 
 @gluon.jit
@@ -93,9 +94,7 @@ def pull_chunks(
     fence_async_shared()
 
     # the reads once more
-    score2, by_weight2, by_surprise2 = zeros(), zeros(), zeros()
-    if BASE:
-        by_base2 = zeros()
+    score2, by_weight2, by_surprise2, out = zeros(), zeros(), zeros(), zeros()
     for f in range(N):
         mbarrier.wait(bars.index(1), f & 1)
         a, b = begin(Q, W1), begin(Q, S1)
@@ -112,19 +111,20 @@ def pull_chunks(
         fence_async_shared()
         mbarrier.wait(bars.index(2), f & 1)
         a = warpgroup_mma(Q2.index(f), flipped(X2), score2, is_async=True)
-        b = warpgroup_mma(Q2.index(f), W2, by_weight2, is_async=True)
-        c = warpgroup_mma(Q2.index(f), S2, by_surprise2, is_async=True)
         if BASE:
-            d = warpgroup_mma(Q2.index(f), F2, by_base2, is_async=True)
-            score2, by_weight2, by_surprise2, by_base2 = warpgroup_mma_wait(0, deps=(a, b, c, d))
+            b, c = begin(Q2.index(f), W2), begin(Q2.index(f), S2)
+            d = warpgroup_mma(Q2.index(f), F2, out, is_async=True)
+            score2, by_weight, by_surprise, out = warpgroup_mma_wait(0, deps=(a, b, c, d))
+            out += share2 * by_weight + drift2 * by_surprise
         else:
+            b = warpgroup_mma(Q2.index(f), W2, by_weight2, is_async=True)
+            c = warpgroup_mma(Q2.index(f), S2, by_surprise2, is_async=True)
             score2, by_weight2, by_surprise2 = warpgroup_mma_wait(0, deps=(a, b, c))
         fetch_second(at, tape, fixed2, lines, W2, S2, X2, F2, bars.index(2), spot + next * C, head, next, N, BASE, True)
     put(R2, -score2 * floats(B2) * step2)
     fence_async_shared()
-    out = share2 * by_weight2 + drift2 * by_surprise2
-    if BASE:
-        out += by_base2
+    if not BASE:
+        out = share2 * by_weight2 + drift2 * by_surprise2
     out = warpgroup_mma(R2, D2, out)
 
     # back through the second matrix
@@ -152,16 +152,23 @@ def pull_chunks(
 
     # slice by slice through the first
     of_share, of_drift, pull, by_weight1, by_surprise1 = zeros(), zeros(), zeros(), zeros(), zeros()
-    if BASE:
-        by_base1 = zeros()
+    if BASE:  # what the slices add to rows is summed at once: there are no registers to put it off
+        total = zeros()
+        none = gl.full([C], 0.0, gl.float32, layout=ROWS)
+        to_share1, to_drift1, to_share2, to_drift2 = none, none, none, none
     for f in range(N):
         here = spot + f * C
         mbarrier.wait(bars.index(2), (N + f) & 1)
         a, b = begin(Y2, flipped(W2)), begin(Y2, flipped(S2))
         by_weight, by_surprise = warpgroup_mma_wait(0, deps=(a, b))
         active = floats(Q2.index(f))
-        of_share += by_weight * active
-        of_drift += by_surprise * active
+        if BASE:
+            more_share, more_drift = sums(by_weight * active, by_surprise * active)
+            to_share2 += more_share
+            to_drift2 += more_drift
+        else:
+            of_share += by_weight * active
+            of_drift += by_surprise * active
         a = warpgroup_mma(B2, X2, share2 * by_weight + drift2 * by_surprise, is_async=True)
         if BASE:
             a = warpgroup_mma(Y2, flipped(F2), a, is_async=True)
@@ -171,12 +178,18 @@ def pull_chunks(
         fence_async_shared()
         mbarrier.wait(bars.index(1), (N + f) & 1)
         a = warpgroup_mma(Y1, flipped(D1), pull, is_async=True)
-        b = warpgroup_mma(Y1, flipped(W1), by_weight1, is_async=True)
-        c = warpgroup_mma(Y1, flipped(S1), by_surprise1, is_async=True)
         if BASE:
-            d = warpgroup_mma(Y1, flipped(F1), by_base1, is_async=True)
-            pull, by_weight1, by_surprise1, by_base1 = warpgroup_mma_wait(0, deps=(a, b, c, d))
+            b, c = begin(Y1, flipped(W1)), begin(Y1, flipped(S1))
+            d = warpgroup_mma(Y1, flipped(F1), total, is_async=True)
+            pull, by_weight, by_surprise, total = warpgroup_mma_wait(0, deps=(a, b, c, d))
+            query = floats(Q)
+            more_share, more_drift = sums(by_weight * query, by_surprise * query)
+            to_share1 += more_share
+            to_drift1 += more_drift
+            total += share1 * by_weight + drift1 * by_surprise
         else:
+            b = warpgroup_mma(Y1, flipped(W1), by_weight1, is_async=True)
+            c = warpgroup_mma(Y1, flipped(S1), by_surprise1, is_async=True)
             pull, by_weight1, by_surprise1 = warpgroup_mma_wait(0, deps=(a, b, c))
         a, b, c = begin(flipped(R1), Y1), begin(flipped(B2), Q2.index(f)), begin(flipped(QS), Y1)
         to_d1, to_x2, to_w1 = warpgroup_mma_wait(0, deps=(a, b, c))
@@ -191,8 +204,8 @@ def pull_chunks(
         if BASE:
             a, b = begin(flipped(Q), Y1), begin(flipped(Q2.index(f)), Y2)
             to_b1, to_b2 = warpgroup_mma_wait(0, deps=(a, b))
-            put(F1, to_b1)
-            put(F2, to_b2)
+            put(F1, to_b1 - floats(W1))
+            put(F2, to_b2 - floats(W2))
         fence_async_shared()
         tma.async_copy_shared_to_global(tape, [(4 * N + 3) * lines + here, 0], D1)
         tma.async_copy_shared_to_global(tape, [(5 * N + 3) * lines + here, 0], X2)
@@ -206,21 +219,22 @@ def pull_chunks(
         tma.store_wait(0)
         fetch_second(at, tape, fixed2, lines, W2, S2, X2, F2, bars.index(2), here + C, head, f + 1, N, BASE, f + 1 < N)
         fetch_first(at, tape, fixed1, lines, W1, S1, D1, F1, bars.index(1), here + C, head, f + 1, N, BASE, f + 1 < N)
-    to_share, to_drift = sums(of_share, of_drift)
-    gl.store(grad_shares + (long * 10 + 5) * C + t, to_share)
-    gl.store(grad_shares + (long * 10 + 6) * C + t, to_drift)
+    if not BASE:
+        to_share2, to_drift2 = sums(of_share, of_drift)
+    gl.store(grad_shares + (long * 10 + 5) * C + t, to_share2)
+    gl.store(grad_shares + (long * 10 + 6) * C + t, to_drift2)
     to_mix = -pull * product(Q, flipped(K))
     gl.store(grad_blend + square, to_mix.to(gl.bfloat16))
     mix = floats(B1)
     gl.store(grad_steps + long * 2 * C + column, gl.sum(to_mix * mix, 0))
     put(B1, -pull * mix * step1)
-    query = floats(Q)
-    to_share, to_drift = sums(by_weight1 * query, by_surprise1 * query)
-    gl.store(grad_shares + long * 10 * C + t, to_share)
-    gl.store(grad_shares + (long * 10 + 1) * C + t, to_drift)
-    total = share1 * by_weight1 + drift1 * by_surprise1
-    if BASE:
-        total += by_base1
+    if not BASE:
+        query = floats(Q)
+        to_share1, to_drift1 = sums(by_weight1 * query, by_surprise1 * query)
+    gl.store(grad_shares + long * 10 * C + t, to_share1)
+    gl.store(grad_shares + (long * 10 + 1) * C + t, to_drift1)
+    if not BASE:
+        total = share1 * by_weight1 + drift1 * by_surprise1
     if RESIDUAL:
         total += floats(Y)
     fence_async_shared()
@@ -257,7 +271,7 @@ def fetch_four(a, b, c, d, A, B, D, E, bar, line_a, line_b, line_c, line_d, ther
 
 @gluon.jit
 def write_chunks_backward(
-    k, v, pieces, gain, base1, base2, shares, steps, norms, at, tape, states, inv_stds, alongs, parts,
+    k, v, pieces, gain, shares, steps, norms, at, tape, states, inv_stds, alongs, parts,
     grad_steps, grad_shares, grad_ends, grad_w1, grad_s1, grad_w2, grad_s2, grad_k, grad_v, grad_gain,
     tokens, heads, count, lines, clip,
     N: gl.constexpr, NORM: gl.constexpr, RESIDUAL: gl.constexpr, CLIP: gl.constexpr, BASE: gl.constexpr,
@@ -270,15 +284,12 @@ def write_chunks_backward(
     A, B, E, F = tile(), tile(), tile(), tile()  # slices of the tape and of the weights, as a pass needs them
     GW1, GS1, GW2, GS2 = tile(), tile(), tile(), tile()
     E1, Z1, U = tiles(N), tiles(N), tiles(N)
-    bars = barriers(2)
+    bars = barriers(3 if BASE else 2)
     t = gl.arange(0, C, layout=ROWS)
     square = square_offsets()
     state = row.to(gl.int64) * (C * C * N)
     wide, tall = state + wide_offsets(N), state + square
     scale = gain_row(gain, head, NORM)
-    if BASE:
-        base1 += head * (C * C * N) + wide_offsets(N)
-        base2 += head * (C * C * N) + square
     to_gain = zeros()
     kind = lines.to(gl.int64) * C
     turn = 0
@@ -311,6 +322,9 @@ def write_chunks_backward(
             fence_async_shared()
             mbarrier.wait(bars.index(1), turn)
             turn = turn ^ 1
+            if BASE:
+                tma.async_copy_shared_to_global(tape, [at_pd1 + f * C, 0], GW1)
+                tma.async_copy_shared_to_global(tape, [at_px2 + f * C, 0], GW2)
             a, b, c, d = begin(K, GW1), begin(K, GS1), begin(D2, flipped(GW2)), begin(D2, flipped(GS2))
             along_w1, along_s1, back_w2, back_s2 = warpgroup_mma_wait(0, deps=(a, b, c, d))
             a = warpgroup_mma(A, GW2, along_w2, is_async=True)
@@ -330,8 +344,13 @@ def write_chunks_backward(
                 tape, tape, tape, tape, A, B, E, F, bars.index(1), at_x2 + next, at_d1 + next, at_pd1 + next,
                 at_px2 + next, f + 1 < N,
             )  # fmt: skip
+            if BASE:
+                tma.store_wait(0)
         at_sl, at_be = (2 * N + 1) * lines + spot, (3 * N + 1) * lines + spot
-        fetch_four(tape, tape, tape, at, A, B, E, F, bars.index(1), at_sl, at_be, at_d1, 2 * N * lines + spot, True)
+        net, at_w1, at_w2 = at, spot, 2 * N * lines + spot  # the network's matrices
+        if BASE:
+            net, at_w1, at_w2 = tape, (12 * N + 4) * lines + spot, (13 * N + 4) * lines + spot
+        fetch_four(tape, tape, tape, net, A, B, E, F, bars.index(1), at_sl, at_be, at_d1, at_w2, True)
         to_written1, to_carried1 = sums(-of_written, -of_carried)
         error2 = floats(D2)
         to_written2, to_carried2 = sums(-along_w2 * error2, -along_s2 * error2)
@@ -354,16 +373,16 @@ def write_chunks_backward(
             to_d1 = floats(E1.index(f)) - pull_d1 * floats(E)
             put(E1.index(f), to_d1 * floats(A))
             put(Z1.index(f), to_d1 * floats(B))
-            if BASE:
-                make_whole(F, base2 + f * C * C)
             fence_async_shared()
             to_d2 = warpgroup_mma(E1.index(f), F, to_d2)
             next = (f + 1) * C
             fetch_four(
-                tape, tape, tape, at, A, B, E, F, bars.index(1), at_sl + next, at_be + next, at_d1 + next,
-                2 * N * lines + spot + next, f + 1 < N,
+                tape, tape, tape, net, A, B, E, F, bars.index(1), at_sl + next, at_be + next, at_d1 + next,
+                at_w2 + next, f + 1 < N,
             )  # fmt: skip
-        fetch_four(tape, tape, at, at, A, B, E, F, bars.index(1), at_sl, at_x2, spot, 2 * N * lines + spot, True)
+        fetch_four(tape, tape, net, net, A, B, E, F, bars.index(1), at_sl, at_x2, at_w1, at_w2, True)
+        if BASE:  # the state's own matrices, where gradients have been read
+            fetch_both(at, lines, GS1, GS2, bars.index(2), spot, N, True)
 
         # through the last error
         to_miss = 2.0 * to_d2
@@ -393,17 +412,15 @@ def write_chunks_backward(
             to_w1, to_s1 = kept(grad_w1 + wide + f * C), kept(grad_s1 + wide + f * C)
             to_w2, to_s2 = kept(grad_w2 + tall + f * C * C), kept(grad_s2 + tall + f * C * C)
             surprise1, surprise2 = gl.load(states + N * kind + matrix), gl.load(states + 3 * N * kind + matrix)
-            if BASE:
-                weight1, weight2 = gl.load(states + matrix), gl.load(states + 2 * N * kind + matrix)
-                make_whole(E, base1 + f * C)
-                make_whole(F, base2 + f * C * C)
-                fence_async_shared()
             to_x2 = floats(U.index(f)) - pull_x2 * floats(B)
             to_x2 = warpgroup_mma(Z2, flipped(F), to_x2)
             put(Z1.index(f), to_x2 * floats(A) + floats(Z1.index(f)))
             fence_async_shared()
             a = warpgroup_mma(Z1.index(f), flipped(E), to_keys, is_async=True)
-            if not BASE:
+            if BASE:
+                mbarrier.wait(bars.index(2), (back_ * N + f) & 1)
+                weight1, weight2 = GS1.load(LAYOUT), GS2.load(LAYOUT)
+            else:
                 weight1, weight2 = E.load(LAYOUT), F.load(LAYOUT)
             a0, a1, a2, a3, a4, a5 = end_shares(
                 weight1.to(gl.float32), surprise1.to(gl.float32), weight2.to(gl.float32), surprise2.to(gl.float32),
@@ -417,27 +434,19 @@ def write_chunks_backward(
             keep(grad_s2 + tall + f * C * C, carry2 * to_s2 + drift2 * to_w2 + more_s2.to(gl.float32))
             to_w1 = share1 * to_w1 + more_w1.to(gl.float32)
             to_w2 = share2 * to_w2 + more_w2.to(gl.float32)
-            if BASE:
-                b, c = begin(flipped(K), Z1.index(f)), begin(flipped(B), Z2)
-            else:
-                b = warpgroup_mma(flipped(K), Z1.index(f), to_w1, is_async=True)
-                c = warpgroup_mma(flipped(B), Z2, to_w2, is_async=True)
+            b = warpgroup_mma(flipped(K), Z1.index(f), to_w1, is_async=True)
+            c = warpgroup_mma(flipped(B), Z2, to_w2, is_async=True)
             c = warpgroup_mma(flipped(E1.index(f)), D2, c, is_async=True)
-            if BASE:
-                to_keys, to_base1, to_base2 = warpgroup_mma_wait(0, deps=(a, b, c))
-                gl.store(at_parts + (6 * N + 4) * kind, to_base1.to(gl.bfloat16))
-                gl.store(at_parts + (8 * N + 4) * kind, to_base2.to(gl.bfloat16))
-                to_w1 += to_base1
-                to_w2 += to_base2
-            else:
-                to_keys, to_w1, to_w2 = warpgroup_mma_wait(0, deps=(a, b, c))
+            to_keys, to_w1, to_w2 = warpgroup_mma_wait(0, deps=(a, b, c))
             keep(grad_w1 + wide + f * C, to_w1)
             keep(grad_w2 + tall + f * C * C, to_w2)
             next = (f + 1) * C
             fetch_four(
-                tape, tape, at, at, A, B, E, F, bars.index(1), at_sl + next, at_x2 + next, spot + next,
-                2 * N * lines + spot + next, f + 1 < N,
+                tape, tape, net, net, A, B, E, F, bars.index(1), at_sl + next, at_x2 + next, at_w1 + next,
+                at_w2 + next, f + 1 < N,
             )  # fmt: skip
+            if BASE:
+                fetch_both(at, lines, GS1, GS2, bars.index(2), spot + next, N, f + 1 < N)
         store_ends(grad_ends + long * 6, e0, e1, e2, e3, e4, e5)
         put(PX1, to_keys)
         fence_async_shared()

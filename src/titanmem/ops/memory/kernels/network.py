@@ -19,9 +19,10 @@ ERF_5 = tl.constexpr(1.061405429)
 
 @triton.jit
 def dot(a, b, EXACT: tl.constexpr):
-    """a @ b in float32. EXACT keeps float32 operands whole, as sums of three tf32 products."""
+    """a @ b in float32. EXACT keeps float32 operands whole, each the sum of three bf16 numbers; three products of tf32
+    lose two bits."""
     if EXACT:
-        return tl.dot(a, b, input_precision="tf32x3")
+        return tl.dot(a, b, input_precision="bf16x6")
     else:
         return tl.dot(a, b)
 
