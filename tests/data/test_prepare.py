@@ -10,6 +10,8 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from threading import Thread
+from time import sleep
 
 import pytest
 from corpus import all_documents, all_files, write_files, write_lines
@@ -194,13 +196,19 @@ def test_a_folder_with_other_things_or_inside_the_source_is_refused(tmp_path):
     assert sorted(p.name for p in tmp_path.rglob("*")) == ["a.txt", "a.txt", "other", "text"]
 
 
-def test_two_runs_never_write_one_folder(source, tmp_path):
-    (tmp_path / "out").mkdir()
-    with (
-        locked(tmp_path / "out", "another process is preparing"),
-        pytest.raises(ValueError, match="another process is preparing"),
-    ):
-        prepare(source, tmp_path / "out", **SETTINGS)
+def test_a_second_run_waits_until_the_first_leaves_the_folder(source, tmp_path, capfd):
+    out = tmp_path / "out"
+    second = Thread(target=lambda: prepare(source, out, **SETTINGS))
+    with locked(out, "another process is preparing"):
+        second.start()
+        while "waiting for it" not in capfd.readouterr().err and second.is_alive():
+            sleep(0.01)
+        with pytest.raises(ValueError, match="is training in"), locked(out, "another process is training in"):
+            pass
+        assert second.is_alive()
+        assert not list(out.iterdir())
+    second.join()
+    assert TokenShards(out).documents > 0
 
 
 def test_faults_of_the_caller_are_named(tmp_path):

@@ -65,14 +65,15 @@ def prepare(
     by default one per core for all but small sources.
 
     A folder that is finished with these settings is returned at once; missing or damaged shards are made again; an
-    unfinished one is continued. Other settings, unreadable sources and full disks are ValueErrors.
+    unfinished one is continued; one that another process prepares is waited for. Other settings, unreadable sources and
+    full disks are ValueErrors.
     """
     trained = BPE_VOCAB if tokenizer == "bpe" and vocab_size is None else vocab_size
     settings = Settings(source, tokenizer, trained, held_out, shard_tokens, limit_documents, limit_tokens)
     require(workers is None or workers >= 1, f"workers must be at least 1, got {workers}")
     folder = Path(out)
     check_room(folder, source)
-    with locked(folder, "another process is preparing"):
+    with locked(folder, "another process is preparing", wait=True):
         Preparation(settings, folder, workers, progress).run()
     return TokenShards(folder)
 
@@ -89,21 +90,32 @@ def check_room(folder: Path, source: str) -> None:
 
 
 @contextmanager
-def locked(folder: Path, who: str) -> Iterator[None]:
-    """Keep other processes out of a folder, which is made if need be and removed again if it stays empty."""
+def locked(folder: Path, who: str, wait: bool = False) -> Iterator[None]:
+    """Keep other processes out of a folder, which is made if need be and removed again if it stays empty. One that is
+    taken is waited for or refused."""
     with naming(folder):
         folder.mkdir(parents=True, exist_ok=True)
     handle = os.open(folder, os.O_RDONLY)
     try:
+        _take(handle, f"{who} {folder}", wait)
+        folder.mkdir(parents=True, exist_ok=True)  # who was waited for may have left it empty
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise ValueError(f"{who} {folder}; wait for it, or give another folder") from error
-        yield
+            yield
+        finally:
+            with suppress(OSError):
+                folder.rmdir()
     finally:
         os.close(handle)
-        with suppress(OSError):
-            folder.rmdir()
+
+
+def _take(handle: int, who: str, wait: bool) -> None:
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        if not wait:
+            raise ValueError(f"{who}; wait for it, or give another folder") from error
+        print(f"{who}; waiting for it", file=sys.stderr, flush=True)
+        fcntl.flock(handle, fcntl.LOCK_EX)
 
 
 class Preparation:
