@@ -45,8 +45,10 @@ def read_commentary(text: str) -> dict[str, str]:
 
 
 def span(values: Sequence[int]) -> str:
-    """From the lowest to the highest."""
+    """From the lowest to the highest; 0 is unknown."""
     low, high = min(values), max(values)
+    if high == 0:
+        return "–"
     return f"{low:,}" if low == high else f"{low:,} to {high:,}"
 
 
@@ -230,6 +232,11 @@ class Dna(Experiment):
         return gue.figure(gue.chosen(self.runs))
 
 
+def levels_of(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
+    """The levels of some runs, each once."""
+    return list({json.dumps(e["level"]): e["level"] for run in runs for e in run.levels}.values())
+
+
 class Text(Experiment):
     """Language models; their tables are those of `titanmem reproduce`."""
 
@@ -259,6 +266,8 @@ class Text(Experiment):
             if self.name != "throughput":
                 words += ["--rates", ",".join(f"{rate:g}" for rate in sorted({run.settings[RATE] for run in runs}))]
                 words += ["--seeds", seeds_of(runs)]
+            else:
+                words += ["--shapes", ",".join(f"{level['rows']}x{level['length']}" for level in levels_of(runs))]
             label = runs[0].label.removeprefix(str(own.get("size", ""))).removeprefix("-")  # a size is one of its own
             words += ["--label", label] if label else []
             words += setting_words(runs[0], [RATE, *language.OWN])

@@ -197,7 +197,7 @@ def test_the_page_has_language_models_where_runs_are_stored(tmp_path):
     assert "| lmm | **2.300 ± 0.141** | **2.100 ± 0.141** | 4.600 ± 0.283 | 0.002 |" in text
     assert "titanmem reproduce language --models lmm --data novels --rates 0.001,0.002 --seeds 0,1\n" in text
     assert "| LMM | 4.000 | 2.000 | 8.000 | 0.001 | 27.01 / 47.83 / 92.68 |\n| no momentum | 3.000 " in text
-    assert "titanmem reproduce throughput --models mag --size 340m\n" in text
+    assert "titanmem reproduce throughput --models mag --size 340m --shapes 2x64\n" in text
     for each in found:
         each.figure().savefig(tmp_path / f"{each.name}.png")
 

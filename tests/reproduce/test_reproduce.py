@@ -88,8 +88,10 @@ def test_needle_babilong_and_throughput(command, tmp_path, capfd):
     assert "| length / qa | 512 / 1 | 640 / 1 |" in capfd.readouterr().out
     (run,) = [run for run in records(tmp_path / "out" / "tasks-tiny" / "results") if run.experiment == "babilong"]
     assert all(entry["chance"] == 0.5 for entry in run.levels)
-    assert command("throughput", "--scale", "tiny") == 0
-    assert "| attention | " in capfd.readouterr().out
+    assert command("throughput", "--scale", "tiny", "--shapes", "1x32") == 0
+    told = capfd.readouterr().out
+    assert "| tokens/s | 1 × 32 |" in told
+    assert "| attention | " in told
 
 
 def test_a_forecast_leaves_its_errors_on_test(command, tmp_path, capfd):
@@ -128,6 +130,7 @@ def test_dna_chooses_the_rate_by_dev_and_trains_it_with_the_other_seeds(command,
         (["language", "--scale", "huge"], "--scale is one of tiny, small, paper"),
         (["language", "--models", "lstm"], "unknown model 'lstm'"),
         (["language", "optim.lr=1"], "learning rates are given as --rates"),
+        (["throughput", "--shapes", "8,4096"], "--shapes are ROWSxLENGTH with commas"),
         (["needle", "--kinds", "w"], "is hidden in a text: give a folder as --data"),
         (["babilong", "--data", "."], "bAbI v1.2"),
         (["forecasting"], "forecasting needs --data"),

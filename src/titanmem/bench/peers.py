@@ -111,7 +111,8 @@ def operations() -> list[Peer]:
 
 
 def model_steps(rows: int, length: int, device: torch.device) -> dict[str, Callable[[], Work]]:
-    """Training steps of models of about 340M parameters from flash-linear-attention, each built when it is called."""
+    """Training steps of models of about 340M parameters from flash-linear-attention, each built when it is called; as
+    CUDA graphs where they can be captured."""
     if importlib.util.find_spec("fla") is None or device.type != "cuda":
         return {}
     from fla.models import (
@@ -128,18 +129,25 @@ def model_steps(rows: int, length: int, device: torch.device) -> dict[str, Calla
 
     def build(config: Any, kind: Any) -> Work:
         from titanmem.train.config import OptimConfig
+        from titanmem.train.graphs import StepGraphs
         from titanmem.train.optim import make_optimizer
 
         model = kind(config).to(device)
         optimizer = make_optimizer(model, OptimConfig())
         ids = torch.randint(0, 32_000, (rows, length), device=device)
 
-        def step() -> None:
+        def learn(inputs: dict[str, torch.Tensor], scale: torch.Tensor, _: Any) -> tuple[torch.Tensor, None]:
             with torch.autocast(device.type, torch.bfloat16):
-                loss = model(ids, labels=ids).loss
-            loss.backward()
+                loss = model(inputs["ids"], labels=inputs["ids"]).loss
+            (scale * loss).backward()
+            return loss.detach(), None
+
+        graphs = StepGraphs(learn, model.parameters())
+
+        def step() -> None:
+            graphs({"ids": ids}, 1.0)
             optimizer.step()
-            optimizer.zero_grad()
+            graphs.clear()
 
         return step
 

@@ -17,6 +17,14 @@ def numbers(text: str, option: str, kind: type = int) -> list[Any]:
         raise ValueError(f"{option} are {what} with commas, got {text!r}") from None
 
 
+def shapes(text: str, option: str) -> list[tuple[int, int]]:
+    """ROWSxLENGTH with commas."""
+    pairs = [word.split("x") for word in text.split(",")]
+    if not all(len(pair) == 2 and all(part.isdigit() and int(part) > 0 for part in pair) for pair in pairs):
+        raise ValueError(f"{option} are ROWSxLENGTH with commas, for instance 8x4096,1x32768; got {text!r}")
+    return [(int(rows), int(length)) for rows, length in pairs]
+
+
 def run_script(main: Callable[[], int], name: str) -> int:
     """The exit code: 2 for what was asked wrongly, 130 for Ctrl-C, else what `main` says."""
     try:

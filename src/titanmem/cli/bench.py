@@ -112,20 +112,14 @@ def _configs(arguments: argparse.Namespace, device: Any) -> dict[str, Any]:
 
 def _train(arguments: argparse.Namespace, device: Any) -> Iterator[dict[str, Any]]:
     from titanmem.bench.models import bench_train
-    from titanmem.config import require
+    from titanmem.bench.script import shapes
 
     most = arguments.tokens or (32_768 if device.type == "cuda" else 512)
     total = most if device.type == "cuda" else 1024
     lengths = [length for length in (256, 512, 2048, 4096, 8192, 16_384, 32_768) if length <= most]
-    shapes = [(total // length, length) for length in (lengths[-5:] if device.type == "cuda" else lengths)]
-    if arguments.shapes:
-        pairs = [word.split("x") for word in arguments.shapes.split(",")]
-        require(
-            all(len(pair) == 2 and all(part.isdigit() and int(part) > 0 for part in pair) for pair in pairs),
-            f"--shapes are ROWSxLENGTH with commas, for instance 8x4096,1x32768; got {arguments.shapes!r}",
-        )
-        shapes = [(int(rows), int(length)) for rows, length in pairs]
-    return bench_train(_configs(arguments, device), shapes, device, arguments.repeats, not arguments.alone)
+    lengths = lengths[-5:] if device.type == "cuda" else lengths
+    asked = shapes(arguments.shapes, "--shapes") if arguments.shapes else [(total // n, n) for n in lengths]
+    return bench_train(_configs(arguments, device), asked, device, arguments.repeats, not arguments.alone)
 
 
 def _decode(arguments: argparse.Namespace, device: Any) -> Iterator[dict[str, Any]]:

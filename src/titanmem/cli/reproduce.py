@@ -51,6 +51,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         if name in (*TEXT, "throughput"):
             small = "; at the scale small 8m, 46m, or 0.6m for a CPU" if name in TEXT else ""
             verb.add_argument("--size", help=f"of the models: 170m, 340m, 400m, 760m, 1.3b at the paper's scale{small}")
+        if name in ("depth", "throughput"):
+            verb.add_argument("--shapes", metavar="ROWSxLENGTH,…", help="whose speed is measured (default: five)")
         for option in _LISTS.get(name, ()):
             verb.add_argument(f"--{option}", help="with commas")
         if name == "babilong":
@@ -87,7 +89,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _request(arguments: argparse.Namespace) -> Request:
-    from titanmem.bench.script import numbers
+    from titanmem.bench.script import numbers, shapes
     from titanmem.reproduce import Request
     from titanmem.train.config import parse_settings
 
@@ -102,6 +104,8 @@ def _request(arguments: argparse.Namespace) -> Request:
     more: dict[str, Any] = {option: words(option) for option in _LISTS.get(arguments.experiment, ())}
     more |= {name: getattr(arguments, name, None) for name in ("facts", "size", "test_length")}
     more["questions"] = counted("questions", int)
+    asked = getattr(arguments, "shapes", None)
+    more["shapes"] = shapes(asked, "--shapes") if asked else None
     return Request(
         scale=arguments.scale,
         data=getattr(arguments, "data", None),

@@ -34,6 +34,7 @@ TITLES = {
 }  # fmt: skip
 SHAPES = [(16, 2048), (8, 4096), (4, 8192), (2, 16_384), (1, 32_768)]
 CPU_SHAPES = [(4, 512), (2, 1024), (1, 2048)]
+TINY_SHAPES = [(2, 64), (1, 128)]
 
 
 def with_fla() -> bool:
@@ -174,12 +175,11 @@ class Depth(TextExperiment):
 
     def alone(self) -> list[Job]:
         own = {"scale": self.scale, **self.own}
-        shapes = SHAPES if torch.cuda.is_available() else CPU_SHAPES
-        shapes = [(2, 64), (1, 128)] if self.scale == "tiny" else shapes
+        full = SHAPES if torch.cuda.is_available() else CPU_SHAPES
         shared = {
             **self.shared(own),
             "table": self.name,
-            "shapes": shapes,
+            "shapes": self.option("shapes", TINY_SHAPES, full, full),
             "repeats": 2 if self.scale == "tiny" else 10,
         }
         return [SpeedJob(model=model, seed=0, **shared) for model in self.models]
@@ -258,7 +258,7 @@ class Throughput(Experiment):
         tiny = self.scale == "tiny"
         own: dict[str, Any] = {"scale": "tiny"} if tiny else {"scale": "paper"}
         own |= {} if tiny else {"size": self.request.more.get("size") or "340m"}
-        shared = {**self.shared(own), "shapes": [(2, 64), (1, 128)] if tiny else SHAPES}
+        shared = {**self.shared(own), "shapes": self.option("shapes", TINY_SHAPES, SHAPES, SHAPES)}
         return [SpeedJob(model=model, seed=0, repeats=2 if tiny else 10, **shared) for model in models]
 
     def check(self) -> None:
