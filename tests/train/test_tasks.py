@@ -14,7 +14,7 @@ from titanmem.models.cost import parameters
 from titanmem.train.data import fit_to_data, make_task
 from titanmem.train.export import export, load_run
 from titanmem.train.loop import train
-from titanmem.train.parallel import Ranks
+from titanmem.train.parallel import Ranks, Spread
 from titanmem.train.source import TaskSource
 from titanmem.train.words import keep_words, train_words
 
@@ -65,6 +65,23 @@ def test_rows_are_filled_up_to_whole_chunks_and_learn_the_same():
     whole, short = (model(batch["ids"][:, :n], labels=batch["labels"][:, :n])[0] for n in (64, real))
     assert real <= 48
     assert whole.item() == pytest.approx(short.item(), rel=1e-10)
+
+
+@pytest.mark.parametrize("name", ["lmm", "mac", "mal", "rmt", "window", "attention"])
+def test_rows_read_side_by_side_in_pieces_have_the_scores_of_rows_read_alone(name, monkeypatch):
+    """Only full attention, which would keep every token, reads them one after the other."""
+    settings = {**SMALL, "batch_tokens": 256, "task.test_rows": 3}
+    config = fit_to_data(recipes.recipe(f"{name}-recall").change(settings), settings)
+    source, ranks = TaskSource(config), Ranks(0, 1, torch.device("cpu"), None)
+    spread, widths = Spread(config.model.build().eval(), config.parallel, ranks), []
+    monkeypatch.setattr(spread, "forward", lambda ids, state: widths.append(ids.shape) or spread.model(ids, state))
+    level = {"length": 200, "pairs": 8}
+    with torch.no_grad():
+        together = source.try_level(spread, level)
+        assert (widths == [(1, 200)] * 3) == (name == "attention")
+        monkeypatch.setattr(TaskSource, "bounded", False)
+        alone = source.try_level(spread, level)
+    assert together == pytest.approx(alone, rel=1e-4)
 
 
 def test_models_of_a_task_have_one_size_and_the_tasks_vocabulary():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from itertools import islice
@@ -16,6 +17,7 @@ from titanmem.config import require
 from titanmem.data.loader import held_out_rows, open_loader
 from titanmem.data.shards import Index, TokenShards
 from titanmem.data.tokenizer import load_tokenizer
+from titanmem.models.cost import PLAIN
 from titanmem.ops.loss import IGNORED
 from titanmem.tasks.base import accuracy, generator_of, share
 from titanmem.train.config import TrainConfig
@@ -164,19 +166,42 @@ class TaskSource(TokenSource):
         shown = [f"{length}: {sum(each) / len(each):.3f}" for length, each in lengths.items()]
         return super().brief(found) + (f"; accuracy by length {', '.join(shown)}" if shown else "")
 
+    @property
+    def at_once(self) -> int:
+        """Tokens that an evaluation reads at once: no more than a step."""
+        return min(self.config.data.length * self.config.micro_rows, self.config.batch_tokens)
+
+    @property
+    def bounded(self) -> bool:
+        """Whether the state of a row stays small however long it is, so that all rows can be read side by side."""
+        model = self.config.model
+        grows = {*PLAIN} - {"rmt"} - ({"attention"} if model.attention_window else set())
+        return not grows & {*model.blocks}
+
+    def read(self, spread: Spread, ids: Tensor, targets: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Logits and targets of rows, piece by piece with the state carried on."""
+        unit = math.lcm(self.config.model.memory_config().chunk_len, self.config.model.segment_len)
+        piece = max(1, self.at_once // len(ids) // unit) * unit if self.bounded else ids.shape[1]
+        state = None
+        for part, asked in zip(ids.split(piece, 1), targets.split(piece, 1), strict=True):
+            logits, state = spread.forward(part, state)
+            yield logits, asked
+
     def try_level(self, spread: Spread, level: dict[str, Any]) -> dict[str, float]:
         """Loss per question, share of right answers with its standard error, share of rows whose answers are all
         right."""
-        device, config = spread.ranks.device, self.config
-        generator = generator_of(config.seed, -1, level["length"])
-        most = max(1, min(config.data.length * config.micro_rows, config.batch_tokens) // level["length"])
-        loss, left, found = 0.0, self.settings.test_rows, []
-        while left:
-            ids, targets = (x.to(device) for x in self.task.batch(min(most, left), level, generator))
-            left -= len(ids)
-            logits, _ = spread.forward(ids)
-            loss += token_losses(logits, targets).sum().item()
-            found.append(torch.stack(accuracy(logits.argmax(-1), targets)))
+        generator = generator_of(self.config.seed, -1, level["length"])
+        rows, most = self.settings.test_rows, max(1, self.at_once // level["length"])
+        drawn = [self.task.batch(min(most, rows - first), level, generator) for first in range(0, rows, most)]
+        every = (torch.cat(x).to(spread.ranks.device) for x in zip(*drawn, strict=True))
+        groups = (x.split(rows if self.bounded else most) for x in every)
+        loss, found = 0.0, []
+        for ids, targets in zip(*groups, strict=True):
+            counts = torch.zeros(2, len(ids), dtype=torch.int64, device=ids.device)
+            for logits, asked in self.read(spread, ids, targets):
+                loss += token_losses(logits, asked).sum().item()
+                counts += torch.stack(accuracy(logits.argmax(-1), asked))
+            found.append(counts)
         right, asked = torch.cat(found, 1).cpu()
         score, error = share(right, asked)
         exact = (right == asked).double().mean().item()

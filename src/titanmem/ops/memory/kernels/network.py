@@ -4,7 +4,19 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.backends.nvidia.compiler import CUDAOptions
 
+from titanmem.ops.backend import interpreted
+
+
+def float32_products() -> str:
+    """How a product keeps float32 operands whole: as six of bf16 numbers, or three of tf32, which lose two bits, where
+    Triton knows no better; its interpreter multiplies as they are."""
+    known = CUDAOptions.allowed_dot_input_precisions
+    return "ieee" if interpreted() else "bf16x6" if "bf16x6" in known else "tf32x3"
+
+
+FLOAT32 = tl.constexpr(float32_products())
 NORM_EPS = tl.constexpr(1e-6)
 SQRT_HALF = tl.constexpr(0.7071067811865476)
 INV_SQRT_TAU = tl.constexpr(0.3989422804014327)
@@ -19,10 +31,9 @@ ERF_5 = tl.constexpr(1.061405429)
 
 @triton.jit
 def dot(a, b, EXACT: tl.constexpr):
-    """a @ b in float32. EXACT keeps float32 operands whole, each the sum of three bf16 numbers; three products of tf32
-    lose two bits."""
+    """a @ b in float32. EXACT keeps float32 operands whole."""
     if EXACT:
-        return tl.dot(a, b, input_precision="bf16x6")
+        return tl.dot(a, b, input_precision=FLOAT32)
     else:
         return tl.dot(a, b)
 
