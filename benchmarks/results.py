@@ -24,7 +24,7 @@ from titanmem import recipes
 from titanmem.bench import gue, language
 from titanmem.bench.record import RunRecord, ordered
 from titanmem.bench.search import RATE
-from titanmem.bench.speed import PEERS
+from titanmem.bench.speed import PEERS, SCORE
 from titanmem.bench.tasks import ORDER, TaskTable
 from titanmem.forecast import experiment
 from titanmem.reproduce import open_experiment
@@ -266,8 +266,9 @@ class Text(Experiment):
             if self.name != "throughput":
                 words += ["--rates", ",".join(f"{rate:g}" for rate in sorted({run.settings[RATE] for run in runs}))]
                 words += ["--seeds", seeds_of(runs)]
-            else:
-                words += ["--shapes", ",".join(f"{level['rows']}x{level['length']}" for level in levels_of(runs))]
+            timed = [run for run in self.every if run.variant == runs[0].variant and run.score == SCORE]
+            if timed:
+                words += ["--shapes", ",".join(f"{level['rows']}x{level['length']}" for level in levels_of(timed))]
             label = runs[0].label.removeprefix(str(own.get("size", ""))).removeprefix("-")  # a size is one of its own
             words += ["--label", label] if label else []
             words += setting_words(runs[0], [RATE, *language.OWN])

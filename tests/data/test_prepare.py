@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 from time import sleep
 
 import pytest
@@ -207,8 +207,29 @@ def test_a_second_run_waits_until_the_first_leaves_the_folder(source, tmp_path, 
             pass
         assert second.is_alive()
         assert not list(out.iterdir())
-    second.join()
+    second.join(60)
     assert TokenShards(out).documents > 0
+
+
+def test_who_waited_for_a_folder_that_was_removed_keeps_others_out_of_the_new_one(tmp_path, capfd):
+    out, taken, leave = tmp_path / "out", Event(), Event()
+
+    def second() -> None:
+        with locked(out, "the first has", wait=True):
+            taken.set()
+            leave.wait(60)
+
+    waiting = Thread(target=second)
+    with locked(out, "nobody has"):
+        waiting.start()
+        while "waiting for it" not in capfd.readouterr().err and waiting.is_alive():
+            sleep(0.01)
+    assert taken.wait(60)
+    with pytest.raises(ValueError, match="the second has"), locked(out, "the second has"):
+        pass
+    leave.set()
+    waiting.join(60)
+    assert not out.exists()
 
 
 def test_faults_of_the_caller_are_named(tmp_path):

@@ -92,6 +92,13 @@ def test_needle_babilong_and_throughput(command, tmp_path, capfd):
     told = capfd.readouterr().out
     assert "| tokens/s | 1 × 32 |" in told
     assert "| attention | " in told
+    assert command("throughput", "--scale", "tiny", "--models", "attention", "--shapes", "1x32,1x48") == 0
+    told = capfd.readouterr().out
+    assert "| tokens/s | 1 × 32 | 1 × 48 |" in told
+    assert "| lmm | " in told
+    assert "1 runs, 0 are there already" in told
+    assert command("throughput", "--scale", "tiny", "--models", "attention", "--shapes", "1x48") == 0
+    assert "1 runs, 1 are there already" in capfd.readouterr().out
 
 
 def test_a_forecast_leaves_its_errors_on_test(command, tmp_path, capfd):

@@ -173,6 +173,12 @@ def test_a_signal_to_all_processes_writes_a_checkpoint_and_says_how_to_resume(co
     assert 3 <= steps[0] < 2000
 
 
+def test_data_in_the_runs_own_folder_are_refused(corpus, tmp_path):
+    folder = tmp_path / "run"
+    with pytest.raises(ValueError, match=r"is the run's own folder"):
+        train(small_config(corpus, **{"data.path": str(folder), "data.source": "python"}), folder)
+
+
 def test_a_folder_of_another_run_is_refused(corpus, tmp_path):
     train(small_config(corpus, steps=1), tmp_path)
     with pytest.raises(ValueError, match=r"another config .*optim"):

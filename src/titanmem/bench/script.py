@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -19,8 +20,8 @@ def numbers(text: str, option: str, kind: type = int) -> list[Any]:
 
 def shapes(text: str, option: str) -> list[tuple[int, int]]:
     """ROWSxLENGTH with commas."""
-    pairs = [word.split("x") for word in text.split(",")]
-    if not all(len(pair) == 2 and all(part.isdigit() and int(part) > 0 for part in pair) for pair in pairs):
+    pairs = re.findall(r"([1-9][0-9]*)x([1-9][0-9]*)(?:,|$)", text)
+    if ",".join(map("x".join, pairs)) != text:
         raise ValueError(f"{option} are ROWSxLENGTH with commas, for instance 8x4096,1x32768; got {text!r}")
     return [(int(rows), int(length)) for rows, length in pairs]
 

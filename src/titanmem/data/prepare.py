@@ -74,6 +74,7 @@ def prepare(
     folder = Path(out)
     check_room(folder, source)
     with locked(folder, "another process is preparing", wait=True):
+        check_room(folder, source)  # once more: who was waited for may have left something else
         Preparation(settings, folder, workers, progress).run()
     return TokenShards(folder)
 
@@ -93,29 +94,40 @@ def check_room(folder: Path, source: str) -> None:
 def locked(folder: Path, who: str, wait: bool = False) -> Iterator[None]:
     """Keep other processes out of a folder, which is made if need be and removed again if it stays empty. One that is
     taken is waited for or refused."""
-    with naming(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-    handle = os.open(folder, os.O_RDONLY)
+    handle = _take(folder, f"{who} {folder}", wait)
+    while not _is_still(handle, folder):  # who had it left it empty and took it away
+        os.close(handle)
+        handle = _take(folder, f"{who} {folder}", wait)
     try:
-        _take(handle, f"{who} {folder}", wait)
-        folder.mkdir(parents=True, exist_ok=True)  # who was waited for may have left it empty
-        try:
-            yield
-        finally:
-            with suppress(OSError):
-                folder.rmdir()
+        yield
     finally:
+        with suppress(OSError):
+            folder.rmdir()
         os.close(handle)
 
 
-def _take(handle: int, who: str, wait: bool) -> None:
+def _take(folder: Path, who: str, wait: bool) -> int:
+    """An open handle of the folder, locked."""
+    with naming(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        handle = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         if not wait:
+            os.close(handle)
             raise ValueError(f"{who}; wait for it, or give another folder") from error
         print(f"{who}; waiting for it", file=sys.stderr, flush=True)
         fcntl.flock(handle, fcntl.LOCK_EX)
+    return handle
+
+
+def _is_still(handle: int, folder: Path) -> bool:
+    """Whether the folder is the one that was opened."""
+    try:
+        return os.path.samestat(os.fstat(handle), folder.stat())
+    except FileNotFoundError:
+        return False
 
 
 class Preparation:

@@ -253,7 +253,8 @@ class Throughput(Experiment):
         return []
 
     def alone(self) -> list[Job]:
-        there = (*COMPARED, *(PEERS if with_fla() else ()))
+        peers = [name for name in PEERS if name != "fla_transformer" or importlib.util.find_spec("flash_attn")]
+        there = (*COMPARED, *(peers if with_fla() else ()))
         models = self.pick(self.request.models, ("lmm", "attention"), there, there)
         tiny = self.scale == "tiny"
         own: dict[str, Any] = {"scale": "tiny"} if tiny else {"scale": "paper"}

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from titanmem.config import require
 from titanmem.data.prepare import locked
 from titanmem.models.base import Model, load
 from titanmem.state import ModelState
@@ -303,6 +304,11 @@ def claim_folder(config: RunConfig, folder: Path) -> None:
                 f"{folder} holds a run with another config (it differs in {', '.join(differ)}); choose another --out "
                 f"(of an experiment: --runs), or go on with its own config: titanmem train --resume {folder}"
             )
+    inside = getattr(getattr(config, "data", None), "path", None)
+    require(
+        not inside or Path(inside).resolve() != folder.resolve(),
+        f"data.path={inside} is the run's own folder; give the data one of their own",
+    )
     config.prepare()
     config.keep_data(folder, begun)
     if not (file.exists() and begun):
