@@ -76,7 +76,7 @@ def distance(weight: tuple[Tensor, ...]) -> float:
 
 
 def settings() -> list[dict[str, Any]]:
-    """All that are measured; shorter chunks for one of them, more tokens for another."""
+    """All that are measured; shorter chunks for one of them, more tokens for another, more matrices for a third."""
     found = [
         {"depth": depth, "step": step, "forget": forget, "to": to}
         for depth in (2, 1) for step in STEPS for forget in FORGETS for to in ("zero", "start")
@@ -85,7 +85,9 @@ def settings() -> list[dict[str, Any]]:
     last = {"depth": 2, "step": STEPS[0], "forget": FORGETS[-1]}
     found += [{**last, "to": to, "chunk": chunk} for chunk in SHORT for to in ("zero", "start")]
     first = {"depth": 2, "step": STEPS[0], "forget": 0.0025}  # the layer's own
-    return found + [{**first, "to": to, "tokens": FAR} for to in ("zero", "start")]
+    found += [{**first, "to": to, "tokens": FAR} for to in ("zero", "start")]
+    text = {"forget": 0.01, "to": "start"}  # that of `titans-text`, with its largest step and its first
+    return found + [{"depth": depth, "step": step, **text} for depth in (2, 3, 4) for step in STEPS]
 
 
 def measure() -> list[dict[str, Any]]:
@@ -120,7 +122,8 @@ def draw(records: list[dict[str, Any]], file: Path) -> None:
     from titanmem.train.plots import new_figure
 
     figure, axes = new_figure(2, width=5.4, height=4.2)
-    shown = [r for r in records if r["step"] == STEPS[0] and r["forget"] != 1e-4 and not {"chunk", "tokens"} & r.keys()]
+    told = [r for r in records if r["step"] == STEPS[0] and not {"chunk", "tokens"} & r.keys()]
+    shown = [r for r in told if r["forget"] in FORGETS and r["forget"] != 1e-4]
     for axis, depth, title in zip(axes, (2, 1), ("two matrices", "one matrix (linear)"), strict=True):
         for record in (r for r in shown if r["depth"] == depth):
             colour = f"C{FORGETS.index(record['forget'])}"
