@@ -30,7 +30,7 @@ def compile_all() -> None:
     from triton.backends.compiler import GPUTarget
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    from titanmem.ops.memory.kernels import hopper, hopper_backward, hopper_wide, hopper_wide_backward
+    from titanmem.ops.memory.kernels import hopper, hopper_backward, hopper_tape, hopper_wide, hopper_wide_backward
     from titanmem.ops.memory.kernels.hopper_tiles import SHARED, WARPS
 
     def kind(name: str) -> str:
@@ -44,9 +44,9 @@ def compile_all() -> None:
 
     narrow = [hopper.write_chunks, hopper.read_chunks, hopper_backward.pull_chunks]
     wide = [hopper_wide.write_chunks, hopper_wide.read_chunks, hopper_wide_backward.pull_chunks]
-    kernels = [(x, 1) for x in (*narrow, hopper_backward.retrace_chunks, hopper_backward.write_chunks_backward)]
+    kernels = [(x, 1) for x in (*narrow, hopper_tape.retrace_chunks, hopper_backward.write_chunks_backward)]
     for slices in (2, 4):
-        kernels += [(x, slices) for x in (*wide, hopper_backward.retrace_chunks)]
+        kernels += [(x, slices) for x in (*wide, hopper_tape.retrace_chunks)]
         kernels.append((hopper_wide_backward.write_chunks_backward, slices))
     for (kernel, slices), base in product(kernels, (False, True)):
         given: dict[str, Any] = {"N": slices, "NORM": True, "RESIDUAL": True, "CLIP": True, "BASE": base}

@@ -18,7 +18,8 @@ makes the gradient of B of them.
     read_chunks      the query side, one program per chunk
 
 A piece is a document, or the part of one that a sequence holds: `pieces` lists sequence, first chunk and the chunk
-after the last. `hopper_backward.py` is the way back, `hopper_tiles.py` what all of them are made of.
+after the last. `hopper_tape.py` and `hopper_backward.py` are the way back, `hopper_tiles.py` is what all of them are
+made of.
 """
 
 from __future__ import annotations

@@ -12,7 +12,14 @@ import torch
 from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from titanmem.ops.memory.kernels import hopper, hopper_backward, hopper_base, hopper_wide, hopper_wide_backward
+from titanmem.ops.memory.kernels import (
+    hopper,
+    hopper_backward,
+    hopper_base,
+    hopper_tape,
+    hopper_wide,
+    hopper_wide_backward,
+)
 from titanmem.ops.memory.kernels.hopper_tiles import SHARED, TILE, WARPS
 from titanmem.ops.memory.kernels.launch import Call, gates_backward, state_and_gain_grads
 from titanmem.ops.memory.plan import Pieces, cut_pieces
@@ -183,7 +190,7 @@ def backward(call: Call, grad_y: Tensor, grad_state: list[Tensor], kept: list[Te
     grid = (s.count, s.rows)
     asked = (q, k, given, call.gain, *base_tiles(call), tiles(call.blend))
     read = (call.shares, call.steps, at, tape, grad_q, grad_blend, grad_shares, grad_steps, gain_parts)
-    hopper_backward.retrace_chunks[grid](
+    hopper_tape.retrace_chunks[grid](
         k, v, call.gain, *call.base_pair, at, tape, *rows, **sizes(call) | {"N": slices(call)}
     )
     if slices(call) == 1:

@@ -2,7 +2,7 @@
 
 State and gradients of the state do not fit on the chip: their float32 copies stay in memory (in fact in the L2 cache),
 each number read and written by the same thread. Buffers are those of `hopper.py`, with N tiles a chunk in every kind
-that has hidden units. The keys' tape is made in a kernel of its own.
+that has hidden units. The keys' tape is made in a kernel of its own (`hopper_tape.py`).
 """
 
 from __future__ import annotations

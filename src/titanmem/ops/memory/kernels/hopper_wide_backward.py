@@ -12,7 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from titanmem.ops.memory.kernels.hopper_backward import fetch_both
+from titanmem.ops.memory.kernels.hopper_tape import fetch_both
 from titanmem.ops.memory.kernels.hopper_tiles import (
     BYTES,
     COLUMNS,
