@@ -63,7 +63,11 @@ class SpeedJob(Job):
         return not self.missing()
 
     def run(self, beside: int) -> RunRecord:
-        config, begin, held = self.model_config(), time.perf_counter(), self.held()
+        config, begin, held, here = self.model_config(), time.perf_counter(), self.held(), machine()
+        require(
+            held is None or held.machine.get("device") == here["device"],
+            f"{self.file} was measured on another device than {here['device']}; give a --label, or another --out",
+        )
         models = {} if config is None else {self.model: config}
         peers = [PEERS[self.model]] if config is None else []
         found = list(bench_train(models, self.missing(), device(), self.repeats, peers))
@@ -82,7 +86,7 @@ class SpeedJob(Job):
             label=self.label,
             settings=self.settings,
             beside=beside,
-            machine=machine(),
+            machine=here,
             commit=provenance()["commit"],
         )
         record.write(self.file)

@@ -304,7 +304,7 @@ def claim_folder(config: RunConfig, folder: Path) -> None:
                 f"{folder} holds a run with another config (it differs in {', '.join(differ)}); choose another --out "
                 f"(of an experiment: --runs), or go on with its own config: titanmem train --resume {folder}"
             )
-    inside = getattr(getattr(config, "data", None), "path", None)
+    inside = getattr(config.data, "path", None)
     require(
         not inside or Path(inside).resolve() != folder.resolve(),
         f"data.path={inside} is the run's own folder; give the data one of their own",
