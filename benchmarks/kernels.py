@@ -2,7 +2,7 @@
 
     python benchmarks/kernels.py check            # errors against float64, beside plain torch in the same dtype
     python benchmarks/kernels.py time             # forward and backward, kernel by kernel, beside the floor
-    python benchmarks/kernels.py tune             # warps and stages of every kernel, one after the other
+    python benchmarks/kernels.py tune             # other warps and stages of the general kernels: right, and faster?
 
 Without a GPU, `TRITON_INTERPRET=1 python benchmarks/kernels.py check --small` runs in Triton's interpreter.
 """
@@ -14,6 +14,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "src"))
 
 from titanmem.bench.ops import PEAK, MemoryCase, MemoryProblem, check, low_dtype
 from titanmem.bench.timing import interleaved
+from titanmem.ops import backend
 from titanmem.ops.loss import linear_cross_entropy
 from titanmem.ops.streams.custom_op import stream_scan
 
@@ -39,6 +41,7 @@ SHAPES: list[tuple[Any, ...]] = [
     (2, 300, 2, 128, 256, 128, 2, True),
 ]  # fmt: skip
 SMALL: list[tuple[Any, ...]] = [(1, 40, 2, 16, 32, 16), (1, 33, 1, 16, 16, 16, 1), (1, 40, 2, 16, 32, 16, 2, True)]
+CHOICES = ((4, 1), (4, 2), (8, 1), (8, 2))  # warps, stages
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BANDWIDTH = 4.3e12  # bytes/s: about what copying reaches on an H200
 # What a kernel cannot do without, per chunk: products of tokens with matrices of the state, of tokens with tokens over
@@ -195,27 +198,42 @@ def time_cases(cases: list[MemoryCase]) -> list[dict[str, Any]]:
     return found
 
 
-def tune(cases: list[MemoryCase]) -> None:
-    """Every kernel with other warps and stages, the rest as they are."""
+def try_choice(case: MemoryCase, kernel: str, choice: tuple[int, int]) -> str:
+    """What is wrong with a kernel that is compiled with other warps and stages; plain torch says what is right."""
+    from titanmem.ops.memory.kernels.configs import using
+
+    try:
+        with using(**{kernel: choice}):
+            right, ratio, _ = check(MemoryProblem(case, DEVICE), torch.bfloat16)
+        return "" if right else f"error {ratio:.1f}× plain torch"
+    except Exception as error:  # shared memory, registers
+        return type(error).__name__
+
+
+def tune(cases: list[MemoryCase], jobs: int) -> list[dict[str, Any]]:
+    """Every general kernel with other warps and stages, the rest as they are; one that is wrong is not timed."""
     from titanmem.ops.memory.kernels.configs import DEFAULT, using
 
+    found = []
     for case in cases:
+        short = replace(case, batch=1, tokens=16 * case.chunk)  # compiled as the long one is
+        tried = [(short, kernel, choice) for kernel in DEFAULT for choice in CHOICES]
+        with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
+            faults = list(pool.map(try_choice, *zip(*tried, strict=True)))
         _, train = MemoryProblem(case, DEVICE).works("triton", torch.bfloat16)
         print(case)
         for kernel in DEFAULT:
-            shown = []
-            for choice in choices():
-                try:
+            times: dict[str, Any] = {}
+            for (_, name, choice), fault in zip(tried, faults, strict=True):
+                if name == kernel and not fault:
                     with using(**{kernel: choice}):
-                        parts = by_kernel(train, 3)
-                    shown.append(f"{choice} {sum(ms for n, ms in parts.items() if n.startswith(kernel)):.3f}")
-                except Exception as error:
-                    shown.append(f"{choice} {type(error).__name__}")
+                        times["{} warps, {} stages".format(*choice)] = by_kernel(train, 3).get(kernel)
+                elif name == kernel:
+                    times["{} warps, {} stages".format(*choice)] = fault
+            shown = [f"{how} {ms:.3f}" if isinstance(ms, float) else f"{how} {ms}" for how, ms in times.items()]
             print(f"    {kernel:30} {'   '.join(shown)}", flush=True)
-
-
-def choices() -> Iterator[tuple[int, int]]:
-    yield from ((warps, stages) for warps in (4, 8) for stages in (1, 2, 3))
+            found.append({"case": str(case), "kernel": kernel, "shipped": list(DEFAULT[kernel]), "ms": times})
+    return found
 
 
 def write(name: str, found: dict[str, Any]) -> None:
@@ -231,6 +249,10 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="tiny shapes")
     parser.add_argument("--jobs", type=int, default=12, help="cases that are checked at a time")
     arguments = parser.parse_args()
+    if DEVICE.type == "cpu" and (arguments.what != "check" or not arguments.small or not backend.interpreted()):
+        parser.error(
+            "no GPU is here; without one there is `TRITON_INTERPRET=1 python benchmarks/kernels.py check --small`"
+        )
     about = {"gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None, "torch": torch.__version__}
     if arguments.what == "check":
         cases = [MemoryCase(*shape) for shape in (SMALL if arguments.small else SHAPES)]
@@ -243,7 +265,8 @@ def main() -> None:
         found = time_cases([*full, MemoryCase(8, 4096, hidden=256, chunk=128), MemoryCase(1, 32768)])
         write("kernels.json", {"machine": about, "cases": found, "others": time_others()})
     else:
-        tune(full)
+        general = [MemoryCase(8, 4096, hidden=256, chunk=128), MemoryCase(8, 4096, heads=8, width=128, hidden=256)]
+        write("kernels.json", {"tuned": tune(general, arguments.jobs)})
 
 
 if __name__ == "__main__":

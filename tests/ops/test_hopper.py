@@ -19,7 +19,7 @@ from titanmem.state import FastWeights
 SHARED_MEMORY = 232_448  # bytes that one program can have on an H100 or H200
 INTEGERS = {"pieces"}
 COUNTS = {"tokens", "heads", "count", "lines"}
-BF16 = {"blends", "grad_blend", "states", "parts"}
+BF16 = {"blends", "grad_blend"}
 TILES = {"q", "k", "v", "y", "at", "tape", "blend", "fixed1", "fixed2", "grad_y", "grad_q", "grad_k", "grad_v"}
 BASES = {"base1", "base2", "fixed1", "fixed2"}
 

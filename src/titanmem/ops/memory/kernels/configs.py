@@ -7,13 +7,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 DEFAULT: dict[str, tuple[int, int]] = {  # (num_warps, num_stages)
-    "gate_rows": (4, 1),
     "write_chunks": (8, 1),
     "read_chunks": (4, 2),
     "read_chunks_queries_backward": (8, 1),
     "read_chunks_keys_backward": (8, 1),
     "write_chunks_backward": (8, 1),
-    "gate_rows_backward": (4, 1),
 }
 
 _tried: dict[str, tuple[int, int]] = {}

@@ -220,24 +220,15 @@ def fetch_factors(k, tape, lines, K, X2, D1, D2, bar, turn, line, head, place, t
 
 
 @gluon.jit
-def fetch_parts(tape, lines, PD1, PX2, PD2, bar, line, there):
-    mbarrier.expect(bar, 3 * BYTES, pred=there)
+def fetch_parts(tape, lines, PD1, PD2, bar, line, there):
+    mbarrier.expect(bar, 2 * BYTES, pred=there)
     tma.async_copy_global_to_shared(tape, [7 * lines + line, 0], bar, PD1, pred=there)
-    tma.async_copy_global_to_shared(tape, [8 * lines + line, 0], bar, PX2, pred=there)
     tma.async_copy_global_to_shared(tape, [9 * lines + line, 0], bar, PD2, pred=there)
 
 
 @gluon.jit
-def fetch_error(v, tape, lines, V, BE, UN, bar, token, head, line, there):
+def fetch_weights(at, tape, lines, SL, W1, W2, bar, line, there, BASE: gl.constexpr):
     mbarrier.expect(bar, 3 * BYTES, pred=there)
-    tma.async_copy_global_to_shared(v, [token, head * C], bar, V, pred=there)
-    tma.async_copy_global_to_shared(tape, [4 * lines + line, 0], bar, BE, pred=there)
-    tma.async_copy_global_to_shared(tape, [5 * lines + line, 0], bar, UN, pred=there)
-
-
-@gluon.jit
-def fetch_weights(at, tape, lines, SL, W1, W2, PX1, bar, line, there, BASE: gl.constexpr):
-    mbarrier.expect(bar, 4 * BYTES, pred=there)
     tma.async_copy_global_to_shared(tape, [3 * lines + line, 0], bar, SL, pred=there)
     if BASE:
         tma.async_copy_global_to_shared(tape, [16 * lines + line, 0], bar, W1, pred=there)
@@ -245,49 +236,81 @@ def fetch_weights(at, tape, lines, SL, W1, W2, PX1, bar, line, there, BASE: gl.c
     else:
         tma.async_copy_global_to_shared(at, [line, 0], bar, W1, pred=there)
         tma.async_copy_global_to_shared(at, [2 * lines + line, 0], bar, W2, pred=there)
-    tma.async_copy_global_to_shared(tape, [6 * lines + line, 0], bar, PX1, pred=there)
+
+
+@gluon.jit
+def fetch_error(v, tape, lines, V, BE, UN, PX1, PX2, bar, token, head, line):
+    mbarrier.expect(bar, 5 * BYTES)
+    tma.async_copy_global_to_shared(tape, [4 * lines + line, 0], bar, BE)
+    tma.async_copy_global_to_shared(tape, [8 * lines + line, 0], bar, PX2)
+    tma.async_copy_global_to_shared(v, [token, head * C], bar, V)
+    tma.async_copy_global_to_shared(tape, [5 * lines + line, 0], bar, UN)
+    tma.async_copy_global_to_shared(tape, [6 * lines + line, 0], bar, PX1)
+
+
+@gluon.jit
+def fetch_reads(at, tape, lines, MW1, MS1, MW2, MS2, OW1, bar, line, BASE: gl.constexpr):
+    """The reads' part in the state's gradients; with a base also the state's own first weight."""
+    mbarrier.expect(bar, (5 if BASE else 4) * BYTES)
+    tma.async_copy_global_to_shared(tape, [10 * lines + line, 0], bar, MW1)
+    tma.async_copy_global_to_shared(tape, [11 * lines + line, 0], bar, MS1)
+    tma.async_copy_global_to_shared(tape, [12 * lines + line, 0], bar, MW2)
+    tma.async_copy_global_to_shared(tape, [13 * lines + line, 0], bar, MS2)
+    if BASE:
+        tma.async_copy_global_to_shared(at, [line, 0], bar, OW1)
+
+
+@gluon.jit
+def fetch_surprises(at, lines, SU1, SU2, OW2, bar, line, BASE: gl.constexpr):
+    """The state's surprises; with a base also its own second weight."""
+    mbarrier.expect(bar, (3 if BASE else 2) * BYTES)
+    tma.async_copy_global_to_shared(at, [lines + line, 0], bar, SU1)
+    tma.async_copy_global_to_shared(at, [3 * lines + line, 0], bar, SU2)
+    if BASE:
+        tma.async_copy_global_to_shared(at, [2 * lines + line, 0], bar, OW2)
 
 
 @gluon.jit
 def write_chunks_backward(
-    k, v, pieces, gain, shares, steps, norms, at, tape, states, inv_stds, alongs, parts,
+    k, v, pieces, gain, shares, steps, norms, at, tape, inv_stds, alongs,
     grad_steps, grad_shares, grad_ends, grad_w1, grad_s1, grad_w2, grad_s2, grad_k, grad_v, grad_gain,
     tokens, heads, count, lines, clip,
     NORM: gl.constexpr, RESIDUAL: gl.constexpr, CLIP: gl.constexpr, BASE: gl.constexpr,
 ):  # fmt: skip
     """Completes what `pull_chunks` began: grad_k, grad_v, grad_steps of the unclipped steps, grad_shares, grad_gain
     [N, D], and in grad_w*, grad_s* the gradients of the state after the call become those of the state before it. With
-    a base the gradients of W₁ and W₂ after each chunk are left in the tape. `states` and `parts` are `at` and `tape` as
-    pointers."""
+    a base the gradients of W₁ and W₂ after each chunk are left in the tape. All tiles come through the copy engine: a
+    tile that has been read makes room for what comes of it, and for what is needed later."""
     row = gl.program_id(0)
     head, line, place, first, after = piece_of(pieces, row, heads, tokens, count)
     K, X2, D1, D2 = two_tiles(), two_tiles(), two_tiles(), two_tiles()
     V, SL, BE, UN, W1, W2, PX1, PX2, PD1, PD2 = (
         tile(), tile(), tile(), tile(), tile(), tile(), tile(), tile(), tile(), tile(),
     )  # fmt: skip
-    GW1, GS1, GW2, GS2, E1, Z1, Z2, GK, GV = (
-        tile(), tile(), tile(), tile(), tile(), tile(), tile(), tile(), tile(),
-    )  # fmt: skip
-    bars = barriers(5)
+    GW1, GS1, GW2, GS2, E1 = tile(), tile(), tile(), tile(), tile()
+    MW1, MS1, MW2, MS2 = tile(), tile(), tile(), tile()
+    Z1, Z2, GV, GK = BE, UN, V, PX1  # what comes of them
+    SU1, SU2, OW1, OW2 = GS2, GW2, W1, W2
+    if BASE:
+        OW1, OW2 = tile(), PX2
+    bars = barriers(7)
     t = gl.arange(0, C, layout=ROWS)
-    square = square_offsets()
-    state = row.to(gl.int64) * (C * C) + square
+    state = row.to(gl.int64) * (C * C) + square_offsets()
     to_weight1, to_surprise1 = gl.load(grad_w1 + state), gl.load(grad_s1 + state)
     to_weight2, to_surprise2 = gl.load(grad_w2 + state), gl.load(grad_s2 + state)
     scale = gain_row(gain, head, NORM)
-    kind = lines.to(gl.int64) * C
     to_gain = zeros()
     place += after - 1
     line += (after - 1) * C
     fetch_factors(k, tape, lines, K, X2, D1, D2, bars.index(0), 0, line, head, place, True)
-    fetch_parts(tape, lines, PD1, PX2, PD2, bars.index(2), place * C, True)
-    fetch_weights(at, tape, lines, SL, W1, W2, PX1, bars.index(4), place * C, True, BASE)
-    fetch_error(v, tape, lines, V, BE, UN, bars.index(3), line, head, place * C, True)
+    fetch_parts(tape, lines, PD1, PD2, bars.index(2), place * C, True)
+    fetch_weights(at, tape, lines, SL, W1, W2, bars.index(4), place * C, True, BASE)
 
     for back in range(after - first):
         long = place.to(gl.int64)
         turn = back % 2
         more = back + 1 < after - first
+        fetch_reads(at, tape, lines, MW1, MS1, MW2, MS2, OW1, bars.index(5), place * C, BASE)
         put(GW1, to_weight1)
         put(GS1, to_surprise1)
         put(GW2, to_weight2)
@@ -309,6 +332,8 @@ def write_chunks_backward(
         # through the weight and surprise after the chunk
         a, b, c, d = begin(keys, GW1), begin(keys, GS1), begin(hidden, GW2), begin(hidden, GS2)
         along_w1, along_s1, along_w2, along_s2 = warpgroup_mma_wait(0, deps=(a, b, c, d))
+        tma.store_wait(0)  # grad_v and grad_k of the chunk before
+        fetch_error(v, tape, lines, V, BE, UN, PX1, PX2, bars.index(3), line, head, place * C)
         error1, error2 = floats(errors), floats(last)
         to_written1, to_carried1 = sums(-along_w1 * error1, -along_s1 * error1)
         to_written2, to_carried2 = sums(-along_w2 * error2, -along_s2 * error2)
@@ -322,9 +347,6 @@ def write_chunks_backward(
         carried1, written1 = (carried1 * step1)[:, None], (written1 * step1)[:, None]
         carried2, written2 = (carried2 * step2)[:, None], (written2 * step2)[:, None]
         mbarrier.wait(bars.index(2), back & 1)
-        if BASE:
-            tma.async_copy_shared_to_global(tape, [7 * lines + place * C, 0], GW1)
-            tma.async_copy_shared_to_global(tape, [8 * lines + place * C, 0], GW2)
         to_d1 = floats(PD1) - written1 * along_w1 - carried1 * along_s1 - pull_d1 * error1
         to_d2 = floats(PD2) - written2 * along_w2 - carried2 * along_s2 - pull_d2 * error2
 
@@ -335,11 +357,17 @@ def write_chunks_backward(
         a = warpgroup_mma(E1, W2, to_d2, is_async=True)
         b, c = begin(last, flipped(GW2)), begin(last, flipped(GS2))
         mbarrier.wait(bars.index(3), back & 1)
+        if BASE:
+            tma.async_copy_shared_to_global(tape, [7 * lines + place * C, 0], GW1)
+            tma.async_copy_shared_to_global(tape, [8 * lines + place * C, 0], GW2)
         put(Z1, to_d1 * floats(BE))
         to_x2 = floats(PX2) - pull_x2 * floats(hidden)
         to_d2, along_w2, along_s2 = warpgroup_mma_wait(0, deps=(a, b, c))
         to_x2 -= written2 * along_w2 + carried2 * along_s2
-        fetch_parts(tape, lines, PD1, PX2, PD2, bars.index(2), place * C - C, more)
+        fetch_parts(tape, lines, PD1, PD2, bars.index(2), place * C - C, more)
+        if BASE:
+            tma.store_wait(0)  # GW2
+        fetch_surprises(at, lines, SU1, SU2, OW2, bars.index(6), place * C, BASE)
 
         # through the last error
         to_miss = 2.0 * to_d2
@@ -351,20 +379,12 @@ def write_chunks_backward(
                 miss += floats(keys)
             to_miss, more_gain, to_z2 = last_error_backward(to_d2, floats(last), unit, miss, inv_std, along, scale)
             to_gain += more_gain
-        fetch_error(v, tape, lines, V, BE, UN, bars.index(3), line - C, head, place * C - C, more)
-        tma.store_wait(0)
         put(Z2, to_z2)
         put(GV, -to_miss)
         fence_async_shared()
         tma.async_copy_shared_to_global(grad_v, [line, head * C], GV)
         a = warpgroup_mma(Z2, flipped(W2), to_x2, is_async=True)
         b, c = begin(errors, flipped(GW1)), begin(errors, flipped(GS1))
-        matrix = long * (C * C) + square
-        surprise1, surprise2 = gl.load(states + kind + matrix), gl.load(states + 3 * kind + matrix)
-        more_w1, more_s1 = gl.load(parts + 10 * kind + matrix), gl.load(parts + 11 * kind + matrix)
-        more_w2, more_s2 = gl.load(parts + 12 * kind + matrix), gl.load(parts + 13 * kind + matrix)
-        if BASE:
-            weight1, weight2 = gl.load(states + matrix), gl.load(states + 2 * kind + matrix)
         share1, drift1, carry1, share2, drift2, carry2 = last_shares(share)
         to_keys = floats(PX1) - pull_x1 * floats(keys)
         if RESIDUAL:
@@ -376,17 +396,16 @@ def write_chunks_backward(
         a = warpgroup_mma(Z1, flipped(W1), to_keys, is_async=True)
 
         # the state before the chunk
-        if not BASE:
-            weight1, weight2 = W1.load(LAYOUT), W2.load(LAYOUT)
+        mbarrier.wait(bars.index(6), back & 1)
+        mbarrier.wait(bars.index(5), back & 1)
         e0, e1, e2, e3, e4, e5 = end_shares(
-            weight1.to(gl.float32), surprise1.to(gl.float32), weight2.to(gl.float32), surprise2.to(gl.float32),
-            to_weight1, to_surprise1, to_weight2, to_surprise2,
-        )  # fmt: skip
+            floats(OW1), floats(SU1), floats(OW2), floats(SU2), to_weight1, to_surprise1, to_weight2, to_surprise2
+        )
         store_ends(grad_ends + long * 6, e0, e1, e2, e3, e4, e5)
-        to_surprise1 = carry1 * to_surprise1 + drift1 * to_weight1 + more_s1.to(gl.float32)
-        to_surprise2 = carry2 * to_surprise2 + drift2 * to_weight2 + more_s2.to(gl.float32)
-        to_weight1 = share1 * to_weight1 + more_w1.to(gl.float32)
-        to_weight2 = share2 * to_weight2 + more_w2.to(gl.float32)
+        to_surprise1 = carry1 * to_surprise1 + drift1 * to_weight1 + floats(MS1)
+        to_surprise2 = carry2 * to_surprise2 + drift2 * to_weight2 + floats(MS2)
+        to_weight1 = share1 * to_weight1 + floats(MW1)
+        to_weight2 = share2 * to_weight2 + floats(MW2)
         b = warpgroup_mma(flipped(keys), Z1, to_weight1, is_async=True)
         c = warpgroup_mma(flipped(hidden), Z2, to_weight2, is_async=True)
         c = warpgroup_mma(flipped(E1), last, c, is_async=True)
@@ -394,7 +413,7 @@ def write_chunks_backward(
         put(GK, to_keys)
         fence_async_shared()
         tma.async_copy_shared_to_global(grad_k, [line, head * C], GK)
-        fetch_weights(at, tape, lines, SL, W1, W2, PX1, bars.index(4), place * C - C, more, BASE)
+        fetch_weights(at, tape, lines, SL, W1, W2, bars.index(4), place * C - C, more, BASE)
         place -= 1
         line -= C
     tma.store_wait(0)

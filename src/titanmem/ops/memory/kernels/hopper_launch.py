@@ -203,7 +203,7 @@ def backward(call: Call, grad_y: Tensor, grad_state: list[Tensor], kept: list[Te
     grad_gain = call.q.new_empty(*pieces, TILE, dtype=torch.float32)
     kernels = hopper_backward if slices(call) == 1 else hopper_wide_backward
     kernels.write_chunks_backward[pieces](
-        k, v, table, call.gain, call.shares, call.steps, norms, at, tape, states, *rows, parts,
+        k, v, table, call.gain, call.shares, call.steps, norms, at, tape, *rows,
         grad_steps, grad_shares, grad_ends, gw1, gs1, gw2, gs2, grad_k, grad_v, grad_gain,
         **sizes(call), **clipping(call),
     )  # fmt: skip

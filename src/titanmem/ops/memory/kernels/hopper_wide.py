@@ -117,10 +117,7 @@ def write_chunks(
             for f in gl.static_range(N):
                 tma.async_copy_shared_to_global(at, [spot + f * C, 0], W1.index(f))
                 tma.async_copy_shared_to_global(at, [2 * N * lines + spot + f * C, 0], W2.index(f))
-        step1, step2 = given_steps(step, line + chunk * C, heads, head)
         share = shares + long * 10 * C
-        carried1, written1, carried2, written2 = last_rows(share)
-        share1, drift1, carry1, share2, drift2, carry2 = last_shares(share)
         mbarrier.wait(bars.index(turn), ((chunk - first) // 2) & 1)
         fetch_token_tiles(k, v, K, V, bars, 1 - turn, chunk + 1, line, head, chunk + 1 < last)
 
@@ -141,6 +138,9 @@ def write_chunks(
         error, _, _, _ = key_error(z, key, floats(V.index(turn)), scale, NORM, RESIDUAL)
         put(D2, error)
         fence_async_shared()
+        step1, step2 = given_steps(step, line + chunk * C, heads, head)  # not before there are registers for them
+        carried1, written1, carried2, written2 = last_rows(share)
+        share1, drift1, carry1, share2, drift2, carry2 = last_shares(share)
         of_d1 = zeros()
         for f in gl.static_range(N):
             back = product(D2, flipped(W2.index(f))) * floats(D1.index(f))
@@ -160,18 +160,23 @@ def write_chunks(
             tma.async_copy_shared_to_global(tape, [spot + f * C, 0], X2.index(f))
             tma.async_copy_shared_to_global(tape, [N * lines + spot + f * C, 0], D1.index(f))
         after_w1, after_w2, after_s1, after_s2 = (), (), (), ()
+        if N > 2 and not BASE:
+            next1, next2 = kept(s1 + wide), kept(s2 + square)
         for f in gl.static_range(N):
             if N == 2:
                 surprise1, surprise2 = surprises1[f], surprises2[f]
+            elif BASE:  # no registers for those of the next slice
+                surprise1, surprise2 = kept(s1 + wide + f * C), kept(s2 + square + f * C * C)
             else:
-                surprise1 = kept(s1 + wide + f * C)
-                surprise2 = kept(s2 + square + f * C * C)
+                surprise1, surprise2 = next1, next2
             a = warpgroup_mma(flipped(KW), D1.index(f), share1 * weights1[f] + drift1 * surprise1, is_async=True)
             b = warpgroup_mma(flipped(KC), D1.index(f), carry1 * surprise1, is_async=True)
             c = warpgroup_mma(flipped(X2.index(f)), DW, share2 * weights2[f] + drift2 * surprise2, is_async=True)
             d = warpgroup_mma(flipped(X2.index(f)), DC, carry2 * surprise2, is_async=True)
             if BASE:
                 fixed1, fixed2 = gl.load(base1 + f * C), gl.load(base2 + f * C * C)
+            if N > 2 and not BASE and f + 1 < N:  # the next slice's come while this one is folded
+                next1, next2 = kept(s1 + wide + (f + 1) * C), kept(s2 + square + (f + 1) * C * C)
             weight1, surprise1, weight2, surprise2 = warpgroup_mma_wait(0, deps=(a, b, c, d))
             if N == 2:
                 after_s1 += (surprise1,)

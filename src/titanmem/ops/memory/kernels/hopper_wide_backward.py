@@ -12,11 +12,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from titanmem.ops.memory.kernels.hopper_tape import fetch_both
 from titanmem.ops.memory.kernels.hopper_tiles import (
     BYTES,
     COLUMNS,
-    LAYOUT,
     ROWS,
     C,
     barriers,
@@ -270,8 +268,25 @@ def fetch_four(a, b, c, d, A, B, D, E, bar, line_a, line_b, line_c, line_d, ther
 
 
 @gluon.jit
+def fetch_state(
+    at, tape, lines, MW1, MS1, MW2, MS2, SU1, SU2, OW1, OW2, bar, spot, N: gl.constexpr, BASE: gl.constexpr, there
+):
+    """Of a slice the reads' part in the state's gradients and the state's surprises; with a base also its weights."""
+    mbarrier.expect(bar, (8 if BASE else 6) * BYTES, pred=there)
+    tma.async_copy_global_to_shared(at, [N * lines + spot, 0], bar, SU1, pred=there)
+    tma.async_copy_global_to_shared(at, [3 * N * lines + spot, 0], bar, SU2, pred=there)
+    if BASE:
+        tma.async_copy_global_to_shared(at, [spot, 0], bar, OW1, pred=there)
+        tma.async_copy_global_to_shared(at, [2 * N * lines + spot, 0], bar, OW2, pred=there)
+    tma.async_copy_global_to_shared(tape, [(6 * N + 4) * lines + spot, 0], bar, MW1, pred=there)
+    tma.async_copy_global_to_shared(tape, [(7 * N + 4) * lines + spot, 0], bar, MS1, pred=there)
+    tma.async_copy_global_to_shared(tape, [(8 * N + 4) * lines + spot, 0], bar, MW2, pred=there)
+    tma.async_copy_global_to_shared(tape, [(9 * N + 4) * lines + spot, 0], bar, MS2, pred=there)
+
+
+@gluon.jit
 def write_chunks_backward(
-    k, v, pieces, gain, shares, steps, norms, at, tape, states, inv_stds, alongs, parts,
+    k, v, pieces, gain, shares, steps, norms, at, tape, inv_stds, alongs,
     grad_steps, grad_shares, grad_ends, grad_w1, grad_s1, grad_w2, grad_s2, grad_k, grad_v, grad_gain,
     tokens, heads, count, lines, clip,
     N: gl.constexpr, NORM: gl.constexpr, RESIDUAL: gl.constexpr, CLIP: gl.constexpr, BASE: gl.constexpr,
@@ -284,14 +299,13 @@ def write_chunks_backward(
     A, B, E, F = tile(), tile(), tile(), tile()  # slices of the tape and of the weights, as a pass needs them
     GW1, GS1, GW2, GS2 = tile(), tile(), tile(), tile()
     E1, Z1, U = tiles(N), tiles(N), tiles(N)
-    bars = barriers(3 if BASE else 2)
+    MW1, MW2, MS1, MS2, SU1, SU2 = GW1, GW2, V, PX1, UN, PD2  # what the last pass needs, where all has been read
+    bars = barriers(3)
     t = gl.arange(0, C, layout=ROWS)
-    square = square_offsets()
     state = row.to(gl.int64) * (C * C * N)
-    wide, tall = state + wide_offsets(N), state + square
+    wide, tall = state + wide_offsets(N), state + square_offsets()
     scale = gain_row(gain, head, NORM)
     to_gain = zeros()
-    kind = lines.to(gl.int64) * C
     turn = 0
     for back_ in range(after - first):
         place = start + after - 1 - back_
@@ -313,32 +327,39 @@ def write_chunks_backward(
         # what depends on the weight and surprise after the chunk
         of_written, of_carried = zeros(), zeros()
         along_w2, along_s2, back_w1, back_s1 = zeros(), zeros(), zeros(), zeros()
+        to_w1, to_s1 = kept(grad_w1 + wide), kept(grad_s1 + wide)
         mbarrier.wait(bars.index(0), back_ & 1)
-        for f in range(N):
-            put(GW1, kept(grad_w1 + wide + f * C))
-            put(GS1, kept(grad_s1 + wide + f * C))
-            put(GW2, kept(grad_w2 + tall + f * C * C))
-            put(GS2, kept(grad_s2 + tall + f * C * C))
+        for f in range(N):  # while one matrix is worked on, the gradients of the next come
+            put(GW1, to_w1)
+            put(GS1, to_s1)
+            to_w2, to_s2 = kept(grad_w2 + tall + f * C * C), kept(grad_s2 + tall + f * C * C)
             fence_async_shared()
             mbarrier.wait(bars.index(1), turn)
             turn = turn ^ 1
             if BASE:
                 tma.async_copy_shared_to_global(tape, [at_pd1 + f * C, 0], GW1)
-                tma.async_copy_shared_to_global(tape, [at_px2 + f * C, 0], GW2)
-            a, b, c, d = begin(K, GW1), begin(K, GS1), begin(D2, flipped(GW2)), begin(D2, flipped(GS2))
-            along_w1, along_s1, back_w2, back_s2 = warpgroup_mma_wait(0, deps=(a, b, c, d))
-            a = warpgroup_mma(A, GW2, along_w2, is_async=True)
-            b = warpgroup_mma(A, GS2, along_s2, is_async=True)
+            a, b = begin(K, GW1), begin(K, GS1)
             c = warpgroup_mma(B, flipped(GW1), back_w1, is_async=True)
             d = warpgroup_mma(B, flipped(GS1), back_s1, is_async=True)
+            along_w1, along_s1, back_w1, back_s1 = warpgroup_mma_wait(0, deps=(a, b, c, d))
             error1 = floats(B)
             of_written += along_w1 * error1
             of_carried += along_s1 * error1
             put(
                 E1.index(f), floats(E) - (written1 * step1)[:, None] * along_w1 - (carried1 * step1)[:, None] * along_s1
             )
+            put(GW2, to_w2)
+            put(GS2, to_s2)
+            after_f = (f + 1) % N
+            to_w1, to_s1 = kept(grad_w1 + wide + after_f * C), kept(grad_s1 + wide + after_f * C)
+            fence_async_shared()
+            if BASE:
+                tma.async_copy_shared_to_global(tape, [at_px2 + f * C, 0], GW2)
+            a, b = begin(D2, flipped(GW2)), begin(D2, flipped(GS2))
+            c = warpgroup_mma(A, GW2, along_w2, is_async=True)
+            d = warpgroup_mma(A, GS2, along_s2, is_async=True)
+            back_w2, back_s2, along_w2, along_s2 = warpgroup_mma_wait(0, deps=(a, b, c, d))
             put(U.index(f), floats(F) - (written2 * step2)[:, None] * back_w2 - (carried2 * step2)[:, None] * back_s2)
-            along_w2, along_s2, back_w1, back_s1 = warpgroup_mma_wait(0, deps=(a, b, c, d))
             next = (f + 1) * C
             fetch_four(
                 tape, tape, tape, tape, A, B, E, F, bars.index(1), at_x2 + next, at_d1 + next, at_pd1 + next,
@@ -381,8 +402,6 @@ def write_chunks_backward(
                 at_w2 + next, f + 1 < N,
             )  # fmt: skip
         fetch_four(tape, tape, net, net, A, B, E, F, bars.index(1), at_sl, at_x2, at_w1, at_w2, True)
-        if BASE:  # the state's own matrices, where gradients have been read
-            fetch_both(at, lines, GS1, GS2, bars.index(2), spot, N, True)
 
         # through the last error
         to_miss = 2.0 * to_d2
@@ -401,6 +420,8 @@ def write_chunks_backward(
         tma.async_copy_shared_to_global(grad_v, [line, head * C], V)
         if RESIDUAL:
             to_keys += to_miss
+        tma.store_wait(0)
+        fetch_state(at, tape, lines, MW1, MS1, MW2, MS2, SU1, SU2, GS1, GS2, bars.index(2), spot, N, BASE, True)
 
         # the state before the chunk
         share1, drift1, carry1, share2, drift2, carry2 = last_shares(share)
@@ -408,32 +429,25 @@ def write_chunks_backward(
         for f in range(N):
             mbarrier.wait(bars.index(1), turn)
             turn = turn ^ 1
-            matrix = (long * N + f) * (C * C) + square
             to_w1, to_s1 = kept(grad_w1 + wide + f * C), kept(grad_s1 + wide + f * C)
             to_w2, to_s2 = kept(grad_w2 + tall + f * C * C), kept(grad_s2 + tall + f * C * C)
-            surprise1, surprise2 = gl.load(states + N * kind + matrix), gl.load(states + 3 * N * kind + matrix)
             to_x2 = floats(U.index(f)) - pull_x2 * floats(B)
             to_x2 = warpgroup_mma(Z2, flipped(F), to_x2)
             put(Z1.index(f), to_x2 * floats(A) + floats(Z1.index(f)))
             fence_async_shared()
             a = warpgroup_mma(Z1.index(f), flipped(E), to_keys, is_async=True)
+            mbarrier.wait(bars.index(2), (back_ * N + f) & 1)
+            weight1, weight2 = E, F
             if BASE:
-                mbarrier.wait(bars.index(2), (back_ * N + f) & 1)
-                weight1, weight2 = GS1.load(LAYOUT), GS2.load(LAYOUT)
-            else:
-                weight1, weight2 = E.load(LAYOUT), F.load(LAYOUT)
+                weight1, weight2 = GS1, GS2
             a0, a1, a2, a3, a4, a5 = end_shares(
-                weight1.to(gl.float32), surprise1.to(gl.float32), weight2.to(gl.float32), surprise2.to(gl.float32),
-                to_w1, to_s1, to_w2, to_s2,
-            )  # fmt: skip
+                floats(weight1), floats(SU1), floats(weight2), floats(SU2), to_w1, to_s1, to_w2, to_s2
+            )
             e0, e1, e2, e3, e4, e5 = e0 + a0, e1 + a1, e2 + a2, e3 + a3, e4 + a4, e5 + a5
-            at_parts = parts + matrix
-            more_w1, more_s1 = gl.load(at_parts + (6 * N + 4) * kind), gl.load(at_parts + (7 * N + 4) * kind)
-            more_w2, more_s2 = gl.load(at_parts + (8 * N + 4) * kind), gl.load(at_parts + (9 * N + 4) * kind)
-            keep(grad_s1 + wide + f * C, carry1 * to_s1 + drift1 * to_w1 + more_s1.to(gl.float32))
-            keep(grad_s2 + tall + f * C * C, carry2 * to_s2 + drift2 * to_w2 + more_s2.to(gl.float32))
-            to_w1 = share1 * to_w1 + more_w1.to(gl.float32)
-            to_w2 = share2 * to_w2 + more_w2.to(gl.float32)
+            keep(grad_s1 + wide + f * C, carry1 * to_s1 + drift1 * to_w1 + floats(MS1))
+            keep(grad_s2 + tall + f * C * C, carry2 * to_s2 + drift2 * to_w2 + floats(MS2))
+            to_w1 = share1 * to_w1 + floats(MW1)
+            to_w2 = share2 * to_w2 + floats(MW2)
             b = warpgroup_mma(flipped(K), Z1.index(f), to_w1, is_async=True)
             c = warpgroup_mma(flipped(B), Z2, to_w2, is_async=True)
             c = warpgroup_mma(flipped(E1.index(f)), D2, c, is_async=True)
@@ -445,8 +459,9 @@ def write_chunks_backward(
                 tape, tape, net, net, A, B, E, F, bars.index(1), at_sl + next, at_x2 + next, at_w1 + next,
                 at_w2 + next, f + 1 < N,
             )  # fmt: skip
-            if BASE:
-                fetch_both(at, lines, GS1, GS2, bars.index(2), spot + next, N, f + 1 < N)
+            fetch_state(
+                at, tape, lines, MW1, MS1, MW2, MS2, SU1, SU2, GS1, GS2, bars.index(2), spot + next, N, BASE, f + 1 < N
+            )
         store_ends(grad_ends + long * 6, e0, e1, e2, e3, e4, e5)
         put(PX1, to_keys)
         fence_async_shared()

@@ -90,7 +90,7 @@ class Call:
             WIDTH=width, NORM=gain is not None, RESIDUAL=residual, BASE=bool(base)
         )  # fmt: skip
         self.writing: dict[str, Any] = dict(clip=clip, CLIP=clip > 0, RESETS=starts is not None)
-        self.pairs = min(8, triton.next_power_of_2(heads * depth))
+        self.pairs = min(4, triton.next_power_of_2(heads * depth))  # a row of the small matrices stays in a warp
 
     def pad_state(self, xs: list[Tensor]) -> list[Tensor]:
         """Matrices [..., I, O] in the kernels' widths; zeros stay zero through the whole scan."""
@@ -147,7 +147,8 @@ class Call:
 
     def gate_sizes(self) -> dict[str, Any]:
         names = ("tokens", "heads", "count", "DEPTH", "CHUNK", "RAGGED")
-        return {name: self.sizes[name] for name in names} | {"PAIRS": self.pairs}
+        more = {"PAIRS": self.pairs, "num_warps": max(1, self.shape.chunk // 64)}
+        return {name: self.sizes[name] for name in names} | more
 
     def gate(self, keep: bool) -> None:
         """The gates' coefficients; `keep` also stores what their backward pass needs."""
@@ -156,7 +157,7 @@ class Call:
         self.shares = self.vectors(5)
         gate_kernels.gate_rows[self.gate_grid](
             self.momentum, self.forget, self.lengths, self.blend, self.carry_to, self.shares,
-            **self.gate_sizes(), KEEP=keep, **options("gate_rows"),
+            **self.gate_sizes(), KEEP=keep,
         )  # fmt: skip
 
     def write(self, keep: bool) -> None:
@@ -336,7 +337,7 @@ def gates_backward(
     gate_kernels.gate_rows_backward[call.gate_grid](
         call.momentum, call.forget, call.lengths, call.blend, call.carry_to, call.shares, call.steps,
         grad_blend, grad_shares, grad_ends, grad_momentum, grad_forget,
-        **call.gate_sizes(), **options("gate_rows_backward"),
+        **call.gate_sizes(),
     )  # fmt: skip
     to_step = grad_steps[:, :, :, 0].unflatten(0, (-1, s.heads)).permute(0, 2, 4, 1, 3)
     to_step = to_step.flatten(1, 2)[:, : s.tokens]
