@@ -234,13 +234,17 @@ def positions(records: Sequence[RunRecord]) -> list[int]:
 def table(records: Sequence[RunRecord]) -> list[str]:
     """Markdown: the loss of every model by position, in bold the lowest of those that are of one size."""
     places, models = positions(records), by_model(records)
-    usual = statistics.median(runs[0].parameters for runs in models.values())
-    equal = [name for name, runs in models.items() if abs(runs[0].parameters / usual - 1) < 0.1]
     cells = {
         (name, place): [e["loss"] for run in runs for e in run.levels if e["level"]["position"] == place]
         for name, runs in models.items() for place in places
     }  # fmt: skip
-    best = {p: min((statistics.mean(cells[name, p]) for name in equal if cells[name, p]), default=None) for p in places}
+    size = {name: runs[0].parameters for name, runs in models.items()}
+
+    def best(name: str, place: int) -> float | None:
+        """The lowest loss of the models of this one's size; None: it is the only one."""
+        equal = [other for other in models if abs(size[other] / size[name] - 1) < 0.1 and cells[other, place]]
+        return min(statistics.mean(cells[other, place]) for other in equal) if len(equal) > 1 else None
+
     lines = [f"| loss up to position | {' | '.join(f'{place:,}' for place in places)} | bits a byte | lr |"]
     lines.append("|---|" + "---|" * (len(places) + 2))
     for name, runs in models.items():
@@ -248,7 +252,7 @@ def table(records: Sequence[RunRecord]) -> list[str]:
         for place in places:
             found = cells[name, place]
             text = mean_and_deviation(found, 3) if found else ""
-            bold = found and len(models) > 1 and statistics.mean(found) == best[place]
+            bold = found and statistics.mean(found) == best(name, place)
             row.append(f"**{text}**" if bold else text)
         row.append(mean_and_deviation([run.metrics["bits_per_byte"] for run in runs], 3))
         lines.append(f"| {name} | {' | '.join(row)} | {runs[0].settings[search.RATE]:g} |")

@@ -47,6 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     import titanmem
     from titanmem.bench import peers, report
+    from titanmem.config import require
     from titanmem.models.base import find_device
 
     if arguments.what == "peers":
@@ -54,6 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
         rows = [{**vars(peer), "runs": "yes" if peer.name in there else "not installed here"} for peer in peers.ALL]
         print(report.table(rows, {"name": "peer", "pinned": "version", "runs": "runs here", "note": "what it is"}))
         return 0
+    require(arguments.repeats >= 1, f"--repeats is how often each is timed, 1 or more, got {arguments.repeats}")
     device = find_device(arguments.device)
     forms: dict[str, str] = {"memory": "triton", "streams": "triton"} if arguments.kernels else {}
     with titanmem.backend(**forms):
