@@ -201,6 +201,7 @@ class Depth(TextExperiment):
         axes[0].legend(frameon=False, fontsize=8)
         if found:
             speed.draw(axes[1], found, DEEP)
+            axes[1].legend(frameon=False, fontsize=8)
         return drawn
 
 
