@@ -21,8 +21,9 @@ _FORMS: dict[str, dict[str, str]] = {
     },
     "attention": {
         "sdpa": "blocks of the window through torch's scaled_dot_product_attention, any device",
-        "flash": "torch's FlashAttention kernels; by itself on a GPU in half precision, for rows without documents",
-        "flex": "FlexAttention, compiled for the GPU; by itself for windows inside torch.compile, without documents",
+        "flash": "torch's FlashAttention kernels, on Hopper cuDNN's; by itself on a GPU in half precision, for rows "
+        "without documents",
+        "flex": "FlexAttention, compiled for the GPU; by itself for windows inside torch.compile in other precisions",
         "reference": "one dense mask; for tests and reading",
     },
     "loss": {

@@ -111,10 +111,10 @@ def window_attention(
     form = backend.choose("attention")
     bare = visible is None and document is None
     causal = bare and prefix is None and older == 0 and (window_len is None or tokens <= window_len)
+    if bare and not causal and _flashes(q):  # torch finds the best kernel for the plain triangle by itself
+        return _flash(q, plain_q, [(k, v)], window_len or flash.CAUSAL, prefix)
     if bare and not causal and q.is_cuda and torch.compiler.is_compiling() and not backend.asked("attention"):
         form = "flex"
-    elif bare and not causal and _flashes(q):
-        return _flash(q, plain_q, [(k, v)], window_len or flash.CAUSAL, prefix)
     if form == "flex":
         from titanmem.ops.attention.flex import flex_window
 
