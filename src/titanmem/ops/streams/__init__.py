@@ -2,7 +2,7 @@
 
     (q, k, v), conv = conv_streams(x, weight, conv, layout, fresh, heads=16, normed=2)
 
-`torch` is written in plain torch, `triton` is one kernel forward and two backward.
+`torch` is written in plain torch, `triton` is one kernel forward and one backward.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def conv_streams(
 
         since = layout.since_start(x.shape[1])
         start = None if fresh is None or since is None else fresh.tail[0]
-        out = stream_scan(x, weight, state.tail, start, since, heads, width, normed, limit)
-        return out.unbind(0), ConvState(new_tail(x, state, layout, fresh, limit))
+        streams = stream_scan(x, weight, state.tail, start, since, heads, width, normed, limit)
+        return tuple(streams), ConvState(new_tail(x, state, layout, fresh, limit))
     x = x if limit == math.inf else x.clamp(-limit, limit)
     if weight is not None and state is not None:
         x, state = causal_conv(x, weight, state, layout, fresh)

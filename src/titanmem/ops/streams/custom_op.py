@@ -2,13 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-TILE = 32  # tokens of a program
-TILE_BACKWARD = 16  # with one warp the fastest of those measured
+MULTIPROCESSORS = 132  # of an H100 or H200
+LENGTHS = range(8, 129, 8)  # of a strip, in tokens
+
+
+class Launch(NamedTuple):
+    """How the work is cut into programs."""
+
+    channels: int  # of a program, in whole heads
+    elements: int  # of a tile that a thread holds, with up to 4 taps
+    ahead: int  # tokens that are loaded before they are needed, of 2 bytes for a number
+    programs: int  # that a multiprocessor runs at a time
+    registers: int | None = None  # at most, of a thread
+
+
+FORWARD = Launch(channels=512, elements=8, ahead=4, programs=8)
+BACKWARD = Launch(channels=512, elements=8, ahead=4, programs=5, registers=200)
+BACKWARD_DOCUMENTS = BACKWARD._replace(ahead=2)  # more would not fit into the registers
 
 
 @torch.library.custom_op("titanmem::stream_scan", mutates_args=())
@@ -22,18 +38,14 @@ def stream_scan(
     width: int,
     normed: int,
     limit: float,
-) -> Tensor:
-    """[S, B, T, heads, width]."""
+) -> list[Tensor]:
+    """S streams [B, T, heads, width]."""
     from titanmem.ops.streams import kernels
 
-    batch, tokens, channels = x.shape
-    y = x.new_empty(channels // (heads * width), batch, tokens, heads, width)
-    kernels.streams_forward[_grid(x, width)](
-        x.contiguous(), weight.contiguous(), tail.contiguous(), fresh, since, y,
-        tokens, batch, channels, limit, HEADS=heads, WIDTH=width, D=_padded(width), TAPS=weight.shape[0], TILE=TILE,
-        NORMED=normed, DOCUMENTS=since is not None, FRESH=fresh is not None,
-    )  # fmt: skip
-    return y
+    ys = _new_streams(x, heads, width)
+    grid, options = _launch(FORWARD, x, weight, fresh, since, heads, width, normed)
+    kernels.streams_forward[grid](*_dense(x, weight, tail, fresh, since), tuple(ys), LIMIT=limit, **options)
+    return ys
 
 
 @stream_scan.register_fake
@@ -47,22 +59,71 @@ def _(
     width: int,
     normed: int,
     limit: float,
-) -> Tensor:
+) -> list[Tensor]:
+    return _new_streams(x, heads, width)
+
+
+def _new_streams(x: Tensor, heads: int, width: int) -> list[Tensor]:
     batch, tokens, channels = x.shape
-    return x.new_empty(channels // (heads * width), batch, tokens, heads, width)
+    return [x.new_empty(batch, tokens, heads, width) for _ in range(channels // (heads * width))]
 
 
-def _padded(width: int) -> int:
-    return max(16, 1 << (width - 1).bit_length())
+def _dense(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+    return tuple(None if t is None else t.contiguous() for t in tensors)
 
 
-def _grid(x: Tensor, width: int, tile: int = TILE) -> tuple[int, int, int]:
-    return -(-x.shape[1] // tile), x.shape[0], -(-x.shape[2] // width)
+def _launch(
+    launch: Launch,
+    x: Tensor,
+    weight: Tensor,
+    fresh: Tensor | None,
+    since: Tensor | None,
+    heads: int,
+    width: int,
+    normed: int,
+) -> tuple[tuple[int, int, int], dict[str, Any]]:
+    """A kernel's grid, [strips, rows, groups of heads], and options."""
+    batch, tokens, channels = x.shape
+    taps = weight.shape[0]
+    padded = max(16, _power(width))
+    group = max(1, min(_power(heads), launch.channels // padded))
+    groups = channels // (heads * width) * -(-heads // group)
+    strip = strip_length(batch * groups, tokens, taps, launch.programs)
+    elements = max(1, 4 * launch.elements // max(4, _power(taps)))
+    options = dict(
+        tokens=tokens, channels=channels, strip=strip, HEADS=heads, WIDTH=width, GROUP=group, D=padded, TAPS=taps,
+        AHEAD=max(1, 2 * launch.ahead // x.element_size()), NORMED=normed, DOCUMENTS=since is not None,
+        FRESH=fresh is not None, num_warps=min(16, max(1, group * padded // (32 * elements))), maxnreg=launch.registers,
+    )  # fmt: skip
+    return (-(-tokens // strip), batch, groups), options
+
+
+def _power(number: int) -> int:
+    """The least power of 2 that is not below a number."""
+    return 1 << (number - 1).bit_length()
+
+
+@lru_cache
+def _next_float(number: float) -> float:
+    """The least number of float32 above."""
+    return float(torch.nextafter(torch.tensor(number, dtype=torch.float32), torch.tensor(float("inf"))))
+
+
+@lru_cache
+def strip_length(columns: int, tokens: int, taps: int, programs: int) -> int:
+    """Tokens of a strip: the length with which programs that run `programs` to a multiprocessor are done first. Besides
+    its own tokens, a strip has to do with those around it, and to begin takes about as long as 8 more."""
+
+    def duration(length: int) -> int:
+        rounds = -(-columns * -(-tokens // length) // (MULTIPROCESSORS * programs))
+        return rounds * (length + taps - 1 + 8)
+
+    return min(LENGTHS, key=duration)
 
 
 @torch.library.custom_op("titanmem::stream_scan_backward", mutates_args=())
 def stream_scan_backward(
-    grad_y: Tensor,
+    grads: list[Tensor],
     x: Tensor,
     weight: Tensor,
     tail: Tensor,
@@ -76,53 +137,26 @@ def stream_scan_backward(
     """Gradients of x, weight, tail and, where given, fresh."""
     from titanmem.ops.streams import kernels
 
-    batch, tokens, channels = x.shape
-    x, weight = x.contiguous(), weight.contiguous()
-    taps = weight.shape[0]
-    grad_z, grad_x = torch.empty_like(x), torch.empty_like(x)
-    grid = _grid(x, width, TILE_BACKWARD)
-    parts = x.new_empty(grid[0] * batch, taps, channels, dtype=torch.float32)
+    grid, options = _launch(
+        BACKWARD if since is None else BACKWARD_DOCUMENTS, x, weight, fresh, since, heads, width, normed
+    )
+    parts = grid[0] * grid[1]
+    grad_x, grad_tail = x.new_empty(x.shape), tail.new_empty(tail.shape)
+    weight_parts = weight.new_empty(parts, *weight.shape, dtype=torch.float32)
+    fresh_parts = None if fresh is None else fresh.new_zeros(parts, *fresh.shape, dtype=torch.float32)
     kernels.streams_backward[grid](
-        grad_y.contiguous(), x, weight, tail.contiguous(), fresh, since, grad_z, parts,
-        tokens, batch, channels, limit, HEADS=heads, WIDTH=width, D=_padded(width), TAPS=taps, TILE=TILE_BACKWARD,
-        NORMED=normed, DOCUMENTS=since is not None, FRESH=fresh is not None, num_warps=1,
+        _dense(*grads), *_dense(x, weight, tail, fresh, since), grad_x, grad_tail, weight_parts, fresh_parts,
+        LIMIT=_next_float(limit), **options,
     )  # fmt: skip
-    block = 128
-    kernels.streams_backward_input[_grid(x, block)](
-        grad_z, x, weight, since, grad_x, tokens, channels, limit,
-        TAPS=taps, TILE=TILE, BLOCK=block, DOCUMENTS=since is not None,
-    )  # fmt: skip
-    grads = [grad_x, parts.sum(0).to(weight.dtype), _tail_grad(grad_z, weight, tail, since)]
-    if fresh is not None and since is not None:
-        grads.append(_fresh_grad(grad_z, weight, fresh, since))
-    return grads
-
-
-def _tail_grad(grad_z: Tensor, weight: Tensor, tail: Tensor, since: Tensor | None) -> Tensor:
-    """Token t < back sees slot K − 1 + t − back of the carried tail, unless its document began."""
-    grad = torch.zeros_like(tail, dtype=torch.float32)
-    taps, tokens = weight.shape[0], grad_z.shape[1]
-    for back in range(1, taps):
-        for t in range(min(back, tokens)):
-            seen = grad_z[:, t].float() * weight[taps - 1 - back].float()
-            grad[:, taps - 1 + t - back] += seen if since is None else torch.where(since[:, t, None] < 0, seen, 0)
-    return grad.to(tail.dtype)
-
-
-def _fresh_grad(grad_z: Tensor, weight: Tensor, fresh: Tensor, since: Tensor) -> Tensor:
-    """A token of age a < back sees slot K − 1 + a − back of the fresh tail."""
-    grad = torch.zeros_like(fresh, dtype=torch.float32)
-    taps = weight.shape[0]
-    by_age = [torch.einsum("bt,btc->c", (since == age).float(), grad_z.float()) for age in range(taps - 1)]
-    for back in range(1, taps):
-        for age in range(back):
-            grad[taps - 1 + age - back] += by_age[age] * weight[taps - 1 - back].float()
-    return grad.to(fresh.dtype)
+    found = [grad_x, weight_parts.sum(0).to(weight.dtype), grad_tail]
+    if fresh is not None and fresh_parts is not None:
+        found.append(fresh_parts.sum(0).to(fresh.dtype))
+    return found
 
 
 @stream_scan_backward.register_fake
 def _(
-    grad_y: Tensor,
+    grads: list[Tensor],
     x: Tensor,
     weight: Tensor,
     tail: Tensor,
@@ -133,18 +167,18 @@ def _(
     normed: int,
     limit: float,
 ) -> list[Tensor]:
-    return [torch.empty_like(t) for t in (x, weight, tail, *([] if fresh is None else [fresh]))]
+    return [t.new_empty(t.shape) for t in (x, weight, tail, *([] if fresh is None else [fresh]))]
 
 
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     *tensors, heads, width, normed, limit = inputs
     ctx.save_for_backward(*tensors)
     ctx.static = (heads, width, normed, limit)
 
 
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    grads = stream_scan_backward(grad, *ctx.saved_tensors, *ctx.static)
-    return (*grads[:3], grads[3] if len(grads) > 3 else None, None, None, None, None, None)
+def _backward(ctx: Any, grads: list[Tensor]) -> tuple[Tensor | None, ...]:
+    found = stream_scan_backward(grads, *ctx.saved_tensors, *ctx.static)
+    return (*found[:3], found[3] if len(found) > 3 else None, None, None, None, None, None)
 
 
 stream_scan.register_autograd(_backward, setup_context=_setup)

