@@ -179,6 +179,17 @@ def test_every_parameter_gets_a_gradient(case):
 
 
 @every_block
+def test_gradients_end_at_a_detached_state_and_are_the_same_before_it(case):
+    model, ids = small_model(case), random_ids(2, 15)
+    grads = []
+    for detach in (False, True):
+        loss, state = model(ids, labels=ids, detach=detach)
+        assert any(x.requires_grad for _, x in state.tensors()) != detach
+        grads.append(torch.autograd.grad(loss, list(model.parameters()), materialize_grads=True))
+    assert_close(*grads)
+
+
+@every_block
 def test_frozen_reading_keeps_the_memory(case):
     model, ids = small_model(case), random_ids(2, 15)
     _, state = model(ids)

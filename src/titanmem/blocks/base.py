@@ -7,7 +7,7 @@ computed once from the parameters (persistent tokens included) and shared by all
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,8 @@ from titanmem.layers.neural_memory import MemoryConfig, NeuralMemory, Probe
 from titanmem.layers.norm import RMSNorm
 from titanmem.ops.layout import Layout
 from titanmem.state import MemoryState, State, WindowState
+
+AnyState = TypeVar("AnyState", bound=State)
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,11 @@ class Context:
     learn: bool = True
     probe: bool = False
     anew: Tensor | None = None  # [B] bool: rows that leave their state behind and begin from a fresh one
+    detach: bool = False  # gradients end at the new state: there are none to be computed for it
+
+    def hand_on(self, state: AnyState) -> AnyState:
+        """The state for the next call."""
+        return state.detach() if self.detach else state
 
 
 class Combine(nn.Module):
@@ -115,7 +122,7 @@ class Block(nn.Module):
         elif context.anew is not None:
             state = self.start(x.shape[0]).where(context.anew, state)
         y, state, probe = self.mix(self.norm(x), state, context)
-        return self.close(x, y), state, probe
+        return self.close(x, y), context.hand_on(state), probe
 
     def close(self, x: Tensor, y: Tensor) -> Tensor:
         """The end of the block: what was mixed joins the stream, then the MLP."""

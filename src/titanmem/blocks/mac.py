@@ -122,10 +122,9 @@ class MACBlock(Block):
 
     def compile(self, *arguments: Any, **options: Any) -> None:
         """Segment by segment: one small graph whatever the length, where the whole block would hold every segment."""
-        for name in ("_project", "_segment", "close"):
+        for name in ("_project", "_segment", "_finish", "close"):
             setattr(self, name, torch.compile(getattr(self, name), *arguments, **options))
-        for part in (self.norm, self.combine):
-            part.compile(*arguments, **options)
+        self.norm.compile(*arguments, **options)
 
     def start(self, batch: int) -> MACState:
         tail = None
@@ -140,20 +139,22 @@ class MACBlock(Block):
         pieces = self._pieces(x, state, context.layout)
         tokens, tail = self._project(x, state, context.layout, fresh)
         prefix = self.window.prefix(self.prefix())
-        short, long, probes = [], [], []
+        short, heads, known, probes = [], [], [], []
         for piece, part in zip(pieces, tokens.cut(pieces), strict=True):
             if piece.reset is not None and fresh is not None:
                 state = fresh.where(piece.reset, state)
-            y, said, state, probe = self._segment(part, state, prefix, replace(context, layout=Layout(piece.lengths)))
+            inner = replace(context, layout=Layout(piece.lengths))
+            y, said, finite, state, probe = self._segment(part, state, prefix, inner)
             short.append(y)
-            long.append(said)
+            heads.append(said)
+            known.append(finite)
             probes.append(probe)
         seen = None
         if context.probe:
             parts = zip(*(vars(p).values() for p in probes if p is not None), strict=True)
             seen = Probe(*(join_pieces(pieces, list(xs), count) for xs in parts))
-        out = self.combine(join_pieces(pieces, short, count), join_pieces(pieces, long, count))
-        return out, replace(state, read=tail), seen
+        y, said, finite = (join_pieces(pieces, part, count) for part in (short, heads, known))
+        return self._finish(y, said, finite, context.layout), replace(state, read=tail), seen
 
     def _pieces(self, x: Tensor, state: MACState, layout: Layout) -> list[Piece]:
         """Cut a call at segment borders."""
@@ -195,8 +196,9 @@ class MACBlock(Block):
 
     def _segment(
         self, tokens: Tokens, state: MACState, prefix: Prefix | None, context: Context
-    ) -> tuple[Tensor, Tensor, MACState, Probe | None]:
-        """Tokens that lie in one segment of every row: what attention says of them, and what the memory says then."""
+    ) -> tuple[Tensor, Tensor, Tensor, MACState, Probe | None]:
+        """Tokens that lie in one segment of every row: what attention says of them, what the memory's heads say then,
+        and where that is finite."""
         segment, position = state.segment, tokens.position
         weight = state.memory.weight if segment is None else segment.weight
         batch, count = tokens.x.shape[:2]
@@ -212,8 +214,16 @@ class MACBlock(Block):
         y = self._attend(tokens, held, prefix, whole)
         y = torch.where(tokens.finite, self.window.out(y.flatten(2)), float("nan"))
         said = tokens.x + y if self.config.inner_residual else y
-        long, memory, probe = self.memory(self.write_norm(said), state.memory, None, context)
-        return y, long, self._close(MACState(memory, state.read, None if whole else held)), probe
+        written, layer, probe = self.write_norm(said), self.memory.layer, None
+        if context.probe:
+            probe = layer.probe(written, state.memory, layout=context.layout, learn=context.learn)
+        x, finite = contain(written)
+        heads, memory = layer.scan(x, finite, state.memory, layout=context.layout, learn=context.learn)
+        return y, heads, finite, self._close(MACState(memory, state.read, None if whole else held)), probe
+
+    def _finish(self, y: Tensor, heads: Tensor, finite: Tensor, layout: Layout) -> Tensor:
+        """y ⊗ M for all segments at once."""
+        return self.combine(y, self.memory.layer.leave(heads, finite, layout))
 
     def _has_memory_tokens(self, segment: SegmentState) -> bool:
         """Whether the fixed memory tokens of every row's segment were read by an earlier call."""

@@ -7,13 +7,16 @@ x ──┬── SWA(x; P) ──┐
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from titanmem.blocks.base import Block, BlockConfig, Combine, Context, HybridState, MemoryPart
+from titanmem.graphs import beside
 from titanmem.layers.neural_memory import Probe
 from titanmem.layers.window_attention import WindowAttention
-from titanmem.state import State
+from titanmem.state import MemoryState, State, WindowState
 
 
 class MAGBlock(Block):
@@ -32,7 +35,31 @@ class MAGBlock(Block):
     def start(self, batch: int) -> HybridState:
         return HybridState(self.window.start(batch), self.memory.start(batch, self.memory_prefix()))
 
+    def compile(self, *arguments: Any, **options: Any) -> None:
+        """Window and memory each by itself: a CUDA graph runs one beside the other."""
+        for name in ("start", "_short", "_long", "close"):
+            setattr(self, name, torch.compile(getattr(self, name), *arguments, **options))
+        for part in (self.norm, self.combine):
+            part.compile(*arguments, **options)
+
     def mix(self, x: Tensor, state: HybridState, context: Context) -> tuple[Tensor, State, Probe | None]:
-        short, window = self.window(x, state.window, prefix=self.prefix(), layout=context.layout)
-        long, memory, probe = self.memory(x, state.memory, self.memory_prefix(), context)
+        prefix = self.prefix()
+        learnt = prefix if self.config.persistent_memory else None
+        (long, memory, probe), (short, window) = beside(
+            lambda: self._long(x, state.memory, learnt, context),
+            lambda: self._short(x, state.window, prefix, context),
+            given=[x, *([] if learnt is None else [learnt]), *(held for _, held in state.memory.tensors())],
+        )
         return self.combine(short, long), HybridState(window, memory), probe
+
+    def _short(
+        self, x: Tensor, state: WindowState, prefix: Tensor | None, context: Context
+    ) -> tuple[Tensor, WindowState]:
+        y, state = self.window(x, state, prefix=prefix, layout=context.layout)
+        return y, context.hand_on(state)
+
+    def _long(
+        self, x: Tensor, state: MemoryState, prefix: Tensor | None, context: Context
+    ) -> tuple[Tensor, MemoryState, Probe | None]:
+        y, state, probe = self.memory(x, state, prefix, context)
+        return y, context.hand_on(state), probe

@@ -275,7 +275,8 @@ class NeuralMemory(nn.Module):
         # 16, 32, … tokens, fewer than a chunk, are a chunk of their own, which kernels know: nothing stays pending
         count = len(prefix)
         alone = 16 <= count < c.chunk_len and count.bit_count() == 1
-        _, after = self.run(prefix.unsqueeze(0), one, output=False, chunk_len=count if alone else None)
+        read = contain(prefix.unsqueeze(0))
+        _, after = self.scan(*read, one, layout=Layout(), chunk_len=count if alone else None)
         after = MemoryState(after.fast.settle(), after.conv, after.held, after.config)
         return after.fork(batch)
 
@@ -298,14 +299,27 @@ class NeuralMemory(nn.Module):
         layout: Layout | None = None,
         fresh: MemoryState | None = None,
         learn: bool = True,
-        output: bool = True,
-        chunk_len: int | None = None,
     ) -> tuple[Tensor, MemoryState]:
         """`forward` for rows whose real tokens come first; documents start from `fresh` (batch 1)."""
         if x.shape[1] == 0:
             return x, state
         layout = layout or Layout()
         x, finite = contain(x)
+        heads, state = self.scan(x, finite, state, layout=layout, fresh=fresh, learn=learn)
+        return self.leave(heads, finite, layout, x), state
+
+    def scan(
+        self,
+        x: Tensor,
+        finite: Tensor,
+        state: MemoryState,
+        *,
+        layout: Layout,
+        fresh: MemoryState | None = None,
+        learn: bool = True,
+        chunk_len: int | None = None,
+    ) -> tuple[Tensor, MemoryState]:
+        """`run` up to what the heads say, [B, T, H, D], and the new state. `x, finite` come from `contain`."""
         q, k, v, gates, conv, held = self._inputs(x, finite, state, layout, fresh)
         c, fast, length = self.config, state.fast, chunk_len or self.config.chunk_len
         if learn:
@@ -316,8 +330,7 @@ class NeuralMemory(nn.Module):
             )  # fmt: skip
         else:
             y, fast, held = self._read_only(q, fast, layout, fresh, state.held)
-        state = MemoryState(fast, conv, held, state.config)
-        return (self._output(x, y, finite, layout) if output else x), state
+        return y, MemoryState(fast, conv, held, state.config)
 
     def _inputs(
         self, x: Tensor, finite: Tensor, state: MemoryState, layout: Layout, fresh: MemoryState | None
@@ -364,12 +377,14 @@ class NeuralMemory(nn.Module):
         any_start = (started if real is None else started & real).any(1)
         return y, blank.where(any_start, fast), held
 
-    def _output(self, x: Tensor, y: Tensor, finite: Tensor, layout: Layout) -> Tensor:
-        heads = self.norm(y.flatten(2))
+    def leave(self, heads: Tensor, finite: Tensor, layout: Layout, x: Tensor | None = None) -> Tensor:
+        """From what the heads say to the output [B, T, dim]; the output gate alone asks for x."""
+        y = self.norm(heads.flatten(2))
         if self.gate is not None:
-            heads = heads * silu(self.gate(x))
-        out = torch.where(finite, self.out(heads), float("nan"))
-        real = layout.real(x.shape[1])
+            assert x is not None
+            y = y * silu(self.gate(x))
+        out = torch.where(finite, self.out(y), float("nan"))
+        real = layout.real(heads.shape[1])
         return out if real is None else torch.where(real.unsqueeze(-1), out, 0)
 
     def probe(

@@ -53,6 +53,7 @@ class Model(nn.Module):
     """
 
     config: Any
+    in_training: ClassVar[dict[str, Any]] = {}  # what it is given besides
 
     def save(self, folder: str | Path, half: bool = False) -> None:
         """Write config.json and model.safetensors. `half`: the file has the weights in bf16, half the size, and they

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, Self, overload
+from typing import Any, ClassVar, Literal, Self, overload
 
 import torch
 from torch import Tensor, nn
@@ -160,6 +160,7 @@ class TitansLM(Model):
     """
 
     config: TitansConfig
+    in_training: ClassVar[dict[str, Any]] = {"detach": True}
 
     def __init__(self, config: TitansConfig) -> None:
         super().__init__()
@@ -189,13 +190,13 @@ class TitansLM(Model):
     def forward(
         self, ids: Tensor, state: ModelState | None = ..., *, mask: Tensor | None = ..., learn: bool = ...,
         probe: Literal[False] = ..., documents: Tensor | None = ..., labels: Tensor | None = ...,
-        anew: Tensor | None = ...,
+        anew: Tensor | None = ..., detach: bool = ...,
     ) -> tuple[Tensor, ModelState]: ...  # fmt: skip
     @overload
     def forward(
         self, ids: Tensor, state: ModelState | None = ..., *, mask: Tensor | None = ..., learn: bool = ...,
         probe: Literal[True], documents: Tensor | None = ..., labels: Tensor | None = ...,
-        anew: Tensor | None = ...,
+        anew: Tensor | None = ..., detach: bool = ...,
     ) -> tuple[Tensor, ModelState, list[Probe | None]]: ...  # fmt: skip
     def forward(
         self,
@@ -208,17 +209,21 @@ class TitansLM(Model):
         documents: Tensor | None = None,
         labels: Tensor | None = None,
         anew: Tensor | None = None,
+        detach: bool = False,
     ) -> Any:
         """Logits [B, T, V] for ids [B, T], and the state after them.
 
         `mask` [B, T] bool: False tokens change nothing, their logits are 0. `learn=False`: memories read only.
         `documents` [B, T] int: ids of packed documents that do not see each other; each starts from a fresh state.
-        `anew` [B] bool: rows that leave their part of `state` behind and start from a fresh one. With `probe`, also one
+        `anew` [B] bool: rows that leave their part of `state` behind and start from a fresh one. `detach`: gradients do
+        not flow back from the returned state, which saves their computation. With `probe`, also one
         `Probe` per block (None where a block has no memory). With `labels` [B, T] (−100 is not counted)
         the first result is the summed cross-entropy, and the logits never exist as a whole.
         """
         self._check(ids, state, mask, documents, labels)
-        x, new, probes = self.hidden(ids, state, mask=mask, learn=learn, probe=probe, documents=documents, anew=anew)
+        x, new, probes = self.hidden(
+            ids, state, mask=mask, learn=learn, probe=probe, documents=documents, anew=anew, detach=detach
+        )
         if labels is not None and mask is not None:
             labels = labels.masked_fill(~mask, IGNORED)
         out = self._leave(x, labels)
@@ -234,6 +239,7 @@ class TitansLM(Model):
         probe: bool = False,
         documents: Tensor | None = None,
         anew: Tensor | None = None,
+        detach: bool = False,
         trace: list[Tensor] | None = None,
     ) -> tuple[Tensor, ModelState, list[Probe | None]]:
         """`forward` up to the last block: the stream [B, T, dim] before `norm`, 0 at masked tokens; the state; probes.
@@ -250,7 +256,7 @@ class TitansLM(Model):
         lengths = None if mask is None else mask.sum(1)
         before = None if state is None else state.document
         layout = Layout(lengths, document_starts(documents, before, state is not None))
-        context = Context(layout, learn, probe, anew)
+        context = Context(layout, learn, probe, anew, detach)
 
         def placed(x: Tensor) -> Tensor:
             if order is None or mask is None:
@@ -264,10 +270,11 @@ class TitansLM(Model):
             after = ModelState(states)
         else:
             fresh = self.start(len(x))
-            reading = Reading(self._through, fresh, replace(context, anew=None), self.norm)
+            reading = Reading(self._through, fresh, replace(context, anew=None, detach=False), self.norm)
             held = fresh if state is None else replace(state, document=None)
             held = held if anew is None else fresh.where(anew, held)
             x, after = self.recurrent(x, held, reading, inner)
+            after = context.hand_on(after)
             probes = [None] * len(self.blocks)
         if self.summary is not None:
             require(not ids.is_floating_point(), "a model with a summary token reads ids, not rows of its embedding")
@@ -275,7 +282,7 @@ class TitansLM(Model):
             assert isinstance(told, SummaryState)
             told = told if anew is None else self.summary.start(len(x)).where(anew, told)
             x, told = self.summary(x, ids, told, layout)
-            after = replace(after, summary=told)
+            after = replace(after, summary=context.hand_on(told))
         x = placed(x)
         if trace is not None and inner is not None:
             trace += [placed(stream) for stream in inner]

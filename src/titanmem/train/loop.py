@@ -180,10 +180,9 @@ class Run:
     def forward(self, part: Batch, index: int) -> Tensor:
         """The summed loss of a micro-batch, with its lane of carried memories moved on."""
         inputs: dict[str, Any] = {name: x.to(self.ranks.device) for name, x in part.items()}
-        if not self.source.carries:
-            return self.spread.forward(**inputs)[0]
-        loss, state = self.spread.forward(**inputs, state=self.lanes[index])
-        self.lanes[index] = state.detach()
+        loss, state = self.spread.loss(inputs, self.lanes[index] if self.source.carries else None)
+        if self.source.carries:
+            self.lanes[index] = state
         return loss
 
     def skip(self, batch: Batch, mean: float, norm: float) -> None:

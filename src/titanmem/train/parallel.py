@@ -151,14 +151,20 @@ class Spread:
         with self.model.no_sync() if replicated and not sync else contextlib.nullcontext():
             yield
 
+    def loss(self, inputs: dict[str, Tensor], state: ModelState | None = None) -> tuple[Tensor, ModelState | None]:
+        """The summed loss of a micro-batch, and the state after it, at which gradients end."""
+        carried = {} if state is None else {"state": state}
+        loss, after = self.forward(**inputs, **carried, **getattr(self.module, "in_training", {}))
+        return loss, None if after is None else after.detach()
+
     def learn(
         self, inputs: dict[str, Tensor], scale: Tensor, state: ModelState | None = None
     ) -> tuple[Tensor, ModelState | None]:
         """The summed loss of a micro-batch on one rank, and the state after it where one is given; `scale` times the
         loss's gradient is added to the parameters'."""
-        loss, after = self.forward(**inputs, **({} if state is None else {"state": state}))
+        loss, after = self.loss(inputs, state)
         (loss * scale).backward()
-        return loss.detach(), None if state is None else after.detach()
+        return loss.detach(), None if state is None else after
 
     def clip(self, limit: float) -> float:
         """Scale the gradients to a norm of at most `limit`; returns the norm before."""
