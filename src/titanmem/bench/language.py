@@ -268,11 +268,15 @@ def work_table(records: Sequence[RunRecord]) -> list[str]:
     return lines
 
 
+def look(index: int) -> dict[str, Any]:
+    """Colour and style of a model's line, the same in all pictures beside each other."""
+    return {"color": f"C{index % 10}", "linestyle": ("-", "--", ":", "-.")[index // 10 % 4]}
+
+
 def draw_positions(axis: Any, records: Sequence[RunRecord]) -> None:
     """The loss by position, a line for every model; bars are the deviation over seeds, or a single seed's standard
     error over documents. What is lost beyond the length of training leaves the picture, so that the others can be told
     apart."""
-    styles = ("-", "--", ":", "-.")
     trained, within = int(records[0].metrics["length"]), []
     for index, (name, runs) in enumerate(by_model(records).items()):
         middle, means, bars = [], [], []
@@ -281,8 +285,7 @@ def draw_positions(axis: Any, records: Sequence[RunRecord]) -> None:
             middle.append(entry["level"]["position"])
             means.append(statistics.mean(scores))
             bars.append(statistics.stdev(scores) if len(scores) > 1 else entry["stderr"])
-        look = {"color": f"C{index % 10}", "linestyle": styles[index // 10 % 4]}
-        axis.errorbar(middle, means, bars, marker="o", markersize=3, capsize=2, lw=1.2, label=name, **look)
+        axis.errorbar(middle, means, bars, marker="o", markersize=3, capsize=2, lw=1.2, label=name, **look(index))
         within += [mean for place, mean in zip(middle, means, strict=True) if place <= trained]
     axis.set_ylim(top=min(axis.get_ylim()[1], max(within) + 0.2 * (max(within) - min(within))))
     axis.axvline(trained, color="0.5", lw=1, linestyle=":")

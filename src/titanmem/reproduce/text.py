@@ -143,7 +143,7 @@ class TextExperiment(SearchedExperiment):
         drawn, (left, right) = new_figure(2, width=5.6, height=4.4)
         language.draw_positions(left, found)
         for index, runs in enumerate(language.by_model(found).values()):
-            right.plot(*zip(*runs[0].curve, strict=True), lw=1, color=f"C{index % 10}")
+            right.plot(*zip(*runs[0].curve, strict=True), lw=1, **language.look(index))
         right.set(xlabel="step", yscale="log", title="training loss, nats a token")
         right.yaxis.set_major_formatter("{x:g}")
         right.yaxis.set_minor_formatter("{x:g}")
