@@ -65,7 +65,7 @@ def check(inputs: list[Tensor], layout: Layout, rtol: float = 2e-6, **options) -
     assert_close(run("triton", inputs, layout, **options), exact, rtol=rtol)
 
 
-@pytest.mark.parametrize("tokens", [2, 37])
+@pytest.mark.parametrize("tokens", [2, 19])
 @pytest.mark.parametrize("documents", [False, True])
 @pytest.mark.parametrize("ragged", [False, True])
 def test_the_kernels_are_plain_torch(tokens, documents, ragged):
@@ -75,20 +75,22 @@ def test_the_kernels_are_plain_torch(tokens, documents, ragged):
 
 
 @pytest.mark.usefixtures("strips")
-@pytest.mark.parametrize("taps", [2, 3, 4, 8, 12])
-@pytest.mark.parametrize("tokens", [2, STRIP - 1, STRIP, STRIP + 1, 2 * STRIP + 2, 3 * STRIP])
+@pytest.mark.parametrize("taps", [2, 4, 8])
+@pytest.mark.parametrize("tokens", [2, STRIP, STRIP + 1, 2 * STRIP + 2])
 def test_strips_join_without_a_seam(taps, tokens):
     """Every token's part in the weight's gradient counts once, though two strips walk through it."""
     check(make_inputs(tokens, taps), Layout())
 
 
 @pytest.mark.usefixtures("strips")
-@pytest.mark.parametrize("taps", [2, 4, 8])
-@pytest.mark.parametrize("with_fresh", [False, True])
 @pytest.mark.parametrize(
-    "starts", [(0,), (5, 6), (7,), (8,), (9, 15), (6, 7, 8, 9), (0, 3, 13, 16), (17,), (16, 17), tuple(range(18))]
-)
-def test_documents_begin_anywhere_in_a_strip(taps, with_fresh, starts):
+    ("starts", "taps", "with_fresh"),
+    [
+        ((0,), 4, True), ((5, 6), 4, False), ((7,), 4, True), ((8,), 4, True), ((8,), 2, True), ((9, 15), 4, False),
+        ((6, 7, 8, 9), 4, True), ((6, 7, 8, 9), 8, True), ((0, 3, 13, 16), 4, True), ((16, 17), 4, True),
+    ],
+)  # fmt: skip
+def test_documents_begin_anywhere_in_a_strip(starts, taps, with_fresh):
     tokens = 2 * STRIP + 2
     begins = torch.zeros(2, tokens, dtype=torch.bool, device=DEVICE)
     begins[0, list(starts)] = True
