@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import cache
 from threading import local
 from typing import Any, TypeVar
 
@@ -15,7 +14,7 @@ from torch import Tensor
 Work = Callable[[], Any]
 A = TypeVar("A")
 B = TypeVar("B")
-_here = local()  # .making: this thread is at work on a graph
+_here = local()  # .making: this thread is at work on a graph; .sides: its second stream of every device
 
 
 class Graph:
@@ -72,13 +71,14 @@ def _capturing() -> bool:
 def making() -> Iterator[None]:
     """A graph is made: `beside` may use a second stream, and gradients come from there."""
     warn = getattr(torch.autograd.graph, "set_warn_on_accumulate_grad_stream_mismatch", lambda wanted: None)
+    before = getattr(_here, "making", False)
     warn(False)
     _here.making = True
     try:
         yield
     finally:
-        _here.making = False
-        warn(True)
+        _here.making = before
+        warn(not before)
 
 
 def apart() -> bool:
@@ -104,6 +104,9 @@ def beside(first: Callable[[], A], second: Callable[[], B], given: Iterable[Tens
     return one, other
 
 
-@cache
 def _side_stream(device: torch.device) -> Any:
-    return torch.cuda.Stream(device)
+    """The same for all graphs of a thread, so that they share memory."""
+    sides = _here.__dict__.setdefault("sides", {})
+    if device not in sides:
+        sides[device] = torch.cuda.Stream(device)
+    return sides[device]

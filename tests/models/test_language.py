@@ -185,6 +185,7 @@ def test_gradients_end_at_a_detached_state_and_are_the_same_before_it(case):
     for detach in (False, True):
         loss, state = model(ids, labels=ids, detach=detach)
         assert any(x.requires_grad for _, x in state.tensors()) != detach
+        assert not detach or not any(x.requires_grad for _, x in model(ids[:, :0], detach=True)[1].tensors())
         grads.append(torch.autograd.grad(loss, list(model.parameters()), materialize_grads=True))
     assert_close(*grads)
 

@@ -143,6 +143,16 @@ def test_triangles_make_a_window_and_its_gradients(written_out_kernels, monkeypa
     assert [seen for seen in calls if seen != flash.ALL] == expected
 
 
+def test_scores_of_any_size_leave_gradients_of_triangles_finite(written_out_kernels, monkeypatch):
+    monkeypatch.setattr(flash, "with_cudnn", lambda q: True)
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (300 * torch.randn(2, 12, 3, 4, generator=generator, dtype=torch.float64) for _ in range(3))
+    given = [x.requires_grad_() for x in (q, k, v)]
+    with backend(attention="flash"):
+        y = window_attention(q, q, k, v, window_len=4, prefix=None)
+    assert all(x.isfinite().all() for x in (y, *torch.autograd.grad(y.sum(), given)))
+
+
 @pytest.mark.parametrize("window_len", [4, None])
 @pytest.mark.parametrize("prefixes", [0, 1, 2])  # rows of the prefix
 @pytest.mark.parametrize("fold", [5, 512])

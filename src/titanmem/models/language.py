@@ -247,7 +247,8 @@ class TitansLM(Model):
         `ids` may also be rows of `embedding`, [B, T, dim]. `trace` receives what enters and leaves every block.
         """
         if ids.shape[1] == 0:
-            return self._embed(ids), self.start(ids.shape[0]) if state is None else state, [None] * len(self.blocks)
+            same = self.start(ids.shape[0]) if state is None else state
+            return self._embed(ids), same.detach() if detach else same, [None] * len(self.blocks)
         order = None
         if mask is not None:
             order = pack_order(mask)

@@ -26,7 +26,8 @@ from titanmem.ops import backend
 
 ALL, CAUSAL = 0, -1  # what a row sees of a group: every key; those up to itself; or, as a number, the last so many
 FOLD = 512  # queries that go over ALL keys together on the way back, where programs are dealt out by keys
-NOTHING = 1e4  # log-sum-exp of a query that a part of the keys must not count for, on the way back: exp(S − 1e4) = 0
+NOTHING = 1e30  # log-sum-exp of a query that a part of the keys must not count for, on the way back: exp(S − 1e30) = 0
+WHOLE = 128  # cuDNN makes a plan for every new shape, which takes long: rows of other lengths are FlashAttention's
 
 
 def fits(q: Tensor) -> bool:
@@ -37,7 +38,9 @@ def fits(q: Tensor) -> bool:
 
 def with_cudnn(q: Tensor) -> bool:
     """Whether cuDNN's kernels run. Their gradients are not the same bits twice."""
-    return backend.hopper() and q.shape[-1] <= 128 and not torch.are_deterministic_algorithms_enabled()
+    allowed = torch.backends.cudnn.enabled and torch.backends.cuda.cudnn_sdp_enabled()
+    wanted = allowed and not torch.are_deterministic_algorithms_enabled()
+    return wanted and backend.hopper() and q.shape[-1] <= 128 and q.shape[1] % WHOLE == 0
 
 
 def fused(x: Tensor) -> bool:
