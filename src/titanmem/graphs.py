@@ -3,8 +3,8 @@ than the GPU that runs small ones. Within them, work that leaves most of the GPU
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from threading import local
 from typing import Any, TypeVar
 
@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 Work = Callable[[], Any]
+AUTO = 0
 A = TypeVar("A")
 B = TypeVar("B")
-_here = local()  # .making: this thread is at work on a graph; .sides: its second stream of every device
+_here = local()  # .making: this thread is at work on a graph; .sides: its other streams; .wanted: see `branched`
 
 
 class Graph:
@@ -82,7 +83,7 @@ def making() -> Iterator[None]:
 
 
 def apart() -> bool:
-    """Whether what `beside` is given runs at the same time."""
+    """Whether there may be branches: a graph is made, and this is none of its branches already."""
     return not torch.compiler.is_compiling() and getattr(_here, "making", False)
 
 
@@ -92,7 +93,7 @@ def beside(first: Callable[[], A], second: Callable[[], B], given: Iterable[Tens
     given = list(given)
     if not apart() or not given[0].is_cuda:
         return first(), second()
-    here, side = torch.cuda.current_stream(), _side_stream(given[0].device)
+    here, side = torch.cuda.current_stream(), _side_streams(given[0].device, 1)[0]
     side.wait_stream(here)
     with torch.cuda.stream(side):
         one = first()
@@ -104,9 +105,78 @@ def beside(first: Callable[[], A], second: Callable[[], B], given: Iterable[Tens
     return one, other
 
 
-def _side_stream(device: torch.device) -> Any:
+class Branches:
+    """Work in `count` branches of a graph, each of which may wait for marks that others have set. Without a graph it
+    runs in the order in which it is given.
+
+    `given` is what all of them read. Gradients of `parameters` are added up beside the branches, on the way back: in
+    one of them they would make it wait for the others.
+    """
+
+    def __init__(self, count: int, given: Iterable[Tensor], parameters: Iterable[Tensor]) -> None:
+        given = list(given)
+        self._streams = _side_streams(given[0].device, count) if apart() and given[0].is_cuda else []
+        self._marks: dict[Hashable, Any] = {}
+        if not self._streams:
+            return
+        self._main = torch.cuda.current_stream()
+        for stream in self._streams:
+            stream.wait_stream(self._main)
+            for x in given:
+                x.record_stream(stream)
+        learnt = [p for p in parameters if p.requires_grad] if torch.is_grad_enabled() else []
+        self._sums = [torch.autograd.graph.get_gradient_edge(p) for p in learnt]  # they belong to the stream of now
+
+    @contextmanager
+    def enter(self, index: int) -> Iterator[None]:
+        """Work on one branch."""
+        before = getattr(_here, "making", False)
+        _here.making = False
+        try:
+            with torch.cuda.stream(self._streams[index]) if self._streams else nullcontext():
+                yield
+        finally:
+            _here.making = before
+
+    def mark(self, name: Hashable) -> None:
+        """What was given to this branch so far can be waited for."""
+        if self._streams:
+            self._marks[name] = torch.cuda.current_stream().record_event()
+
+    def wait(self, name: Hashable, given: Iterable[Tensor]) -> None:
+        """This branch goes on after a mark, and reads what another has made."""
+        if self._streams:
+            here = torch.cuda.current_stream()
+            here.wait_event(self._marks.pop(name))
+            for x in given:
+                x.record_stream(here)
+
+    def join(self) -> None:
+        """Go on after all branches."""
+        for stream in self._streams:
+            self._main.wait_stream(stream)
+
+
+@contextmanager
+def branched(count: int | None) -> Iterator[None]:
+    """Long rows that a model reads are cut into so many pieces where they can be (`models/wave.py`), each a branch
+    where a graph is made; AUTO: into as many as a GPU has room for; None: they stay whole."""
+    before = wanted_branches()
+    _here.wanted = count
+    try:
+        yield
+    finally:
+        _here.wanted = before
+
+
+def wanted_branches() -> int | None:
+    """What `branched` has asked for."""
+    return getattr(_here, "wanted", None)
+
+
+def _side_streams(device: torch.device, count: int) -> list[Any]:
     """The same for all graphs of a thread, so that they share memory."""
-    sides = _here.__dict__.setdefault("sides", {})
-    if device not in sides:
-        sides[device] = torch.cuda.Stream(device)
-    return sides[device]
+    sides = _here.__dict__.setdefault("sides", {}).setdefault(device, [])
+    while len(sides) < count:
+        sides.append(torch.cuda.Stream(device))
+    return sides[:count]

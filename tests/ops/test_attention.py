@@ -114,17 +114,23 @@ def written_out_kernels(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("window_len", "tokens"), [(4, 12), (4, 4), (5, 5), (2, 6), (6, 12), (5, 12), (9, 4), (None, 6)]
+    ("window_len", "tokens", "older"),
+    [
+        *((4, 12, 0), (4, 4, 0), (5, 5, 0), (2, 6, 0), (6, 12, 0), (5, 12, 0), (9, 4, 0), (None, 6, 0)),
+        *((4, 12, 4), (4, 4, 4), (2, 6, 2), (4, 12, 3), (5, 12, 5), (9, 4, 9)),
+    ],
 )
 @pytest.mark.parametrize("prefixes", [0, 1, 2])
-def test_triangles_make_a_window_and_its_gradients(written_out_kernels, monkeypatch, window_len, tokens, prefixes):
+def test_triangles_make_a_window_and_its_gradients(
+    written_out_kernels, monkeypatch, window_len, tokens, older, prefixes
+):
     calls = []
     kernel = flash.flash
     monkeypatch.setattr(flash, "flash", lambda *given: calls.append(given[-1]) or kernel(*given))
     monkeypatch.setattr(flash, "with_cudnn", lambda q: True)
     generator = torch.Generator().manual_seed(0)
     randn = lambda *s: torch.randn(*s, generator=generator, dtype=torch.float64, requires_grad=True)
-    q, plain_q, k, v = (randn(2, tokens, 3, 4) for _ in range(4))
+    q, plain_q, k, v = (randn(2, tokens + more, 3, 4) for more in (0, 0, older, older))
     known = [randn(prefixes, 3, 3, 4) for _ in range(2)] if prefixes else []
     mix = torch.randn(2, tokens, 3, 4, generator=generator, dtype=torch.float64)
     results = []
@@ -136,10 +142,10 @@ def test_triangles_make_a_window_and_its_gradients(written_out_kernels, monkeypa
         results.append([y, *torch.autograd.grad((y.sin() * mix).sum(), given)])
     assert_close(*results)
     reach = window_len or tokens
-    if tokens <= reach:
+    if tokens <= reach and not older:
         expected = [flash.CAUSAL] if prefixes else []  # the plain triangle is torch's own
     else:
-        expected = [window_len] if tokens % reach else [flash.CAUSAL] * 2
+        expected = [window_len] if tokens % reach or older % reach else [flash.CAUSAL] * 2
     assert [seen for seen in calls if seen != flash.ALL] == expected
 
 
@@ -184,6 +190,7 @@ def test_groups_of_keys_under_one_softmax_and_their_gradients(
     ("reach", "tokens", "entries"),
     [
         ([40], 120, 120),
+        ([40], 80, 120),
         ([1], 3, 3),
         ([40], 70, 75),
         ([flash.CAUSAL], 70, 70),
@@ -237,7 +244,7 @@ def compile_all() -> None:
     kinds |= dict.fromkeys(("strides", "row_strides", "outs_strides"), (of_tokens,) * 3) | {"nothing": "fp32"}
     kinds |= {"out": "*bf16", "out_strides": of_tokens, "lses_strides": (of_sums,) * 3}
     kinds |= dict.fromkeys(("lse", "lse_rows"), "*fp32") | dict.fromkeys(("lse_strides", "lse_row_strides"), of_sums)
-    constants = dict(ASKED=1, WHOLE=2, WIDTH=64, D=64, TOKENS=kernels.TILE // 64)
+    constants = dict(ASKED=1, WHOLE=2, LACKING=1, WIDTH=64, D=64, TOKENS=kernels.TILE // 64)
 
     def paths(kind, *path):
         return [x for i, k in enumerate(kind) for x in paths(k, *path, i)] if type(kind) is tuple else [(path, kind)]

@@ -13,7 +13,7 @@ import torch
 
 from titanmem.bench import peers
 from titanmem.bench.timing import Work, interleaved
-from titanmem.graphs import Again, Graph
+from titanmem.graphs import AUTO, Again, Graph
 from titanmem.infer.graphs import Pieces, Slots
 from titanmem.models.cost import flops_per_token, parameters
 from titanmem.models.language import TitansConfig, TitansLM
@@ -24,9 +24,9 @@ from titanmem.train.optim import make_optimizer
 from titanmem.train.parallel import Ranks, Spread, peak_flops
 
 
-def training_step(config: TitansConfig, rows: int, length: int, device: torch.device) -> Work:
+def training_step(config: TitansConfig, rows: int, length: int, device: torch.device, pieces: int = AUTO) -> Work:
     """Forward, backward and optimiser on random tokens; on a GPU in bf16, compiled block by block, as a CUDA graph."""
-    how = ParallelConfig(compile=device.type == "cuda")
+    how = ParallelConfig(compile=device.type == "cuda", pieces=pieces)
     with device:
         model = TitansLM(config)
     spread = Spread(model, how, Ranks(0, 1, device, None))

@@ -24,9 +24,13 @@ class AttentionBlock(Block):
     def uses_persistent(config: BlockConfig) -> bool:
         return False
 
+    @property
+    def border(self) -> int | None:
+        return self.window.window_len
+
     def start(self, batch: int) -> WindowState:
         return self.window.start(batch)
 
     def mix(self, x: Tensor, state: WindowState, context: Context) -> tuple[Tensor, State, Probe | None]:
-        y, state = self.window(x, state, layout=context.layout)
+        y, state = self.window(x, state, layout=context.layout, full=context.full)
         return y, state, None

@@ -7,7 +7,8 @@ computed once from the parameters (persistent tokens included) and shared by all
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from math import lcm
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -56,6 +57,7 @@ class Context:
     probe: bool = False
     anew: Tensor | None = None  # [B] bool: rows that leave their state behind and begin from a fresh one
     detach: bool = False  # gradients end at the new state: there are none to be computed for it
+    full: bool = False  # windows of the state are known to have no empty place
 
     def hand_on(self, state: AnyState) -> AnyState:
         """The state for the next call."""
@@ -99,6 +101,15 @@ class Block(nn.Module):
     def uses_persistent(config: BlockConfig) -> bool:
         """Whether this block has persistent tokens."""
         return config.num_persistent > 0
+
+    @property
+    def border(self) -> int | None:
+        """Rows can be cut at multiples of so many tokens and read piece by piece as fast; None: they cannot."""
+        return None
+
+    def room(self, rows: int, processors: int) -> int:
+        """How many pieces of so many rows are best read at once on a GPU of so many multiprocessors."""
+        return 1
 
     def prefix(self) -> Tensor | None:
         """The persistent tokens as the block's layers see them, [P, dim]."""
@@ -150,6 +161,30 @@ class MemoryPart(nn.Module):
             probe = self.layer.probe(x, state, layout=layout, fresh=fresh, learn=context.learn)
         y, state = self.layer.run(x, state, layout=layout, fresh=fresh, learn=context.learn)
         return y, state, probe
+
+
+class ChainBlock(Block):
+    """A block whose memory reads whole rows, chunk after chunk, in a chain for every row and head. Pieces of rows pay
+    where a GPU has room for `idle` times as many chains."""
+
+    idle: ClassVar[int] = 2
+
+    @property
+    def border(self) -> int | None:
+        return self.config.memory.chunk_len
+
+    def room(self, rows: int, processors: int) -> int:
+        found = processors // (rows * self.config.memory.num_heads)
+        return found if found >= self.idle else 1
+
+
+class WindowedBlock(ChainBlock):
+    """The same with a window of attention."""
+
+    @property
+    def border(self) -> int | None:
+        window = self.config.window_len
+        return None if window is None else lcm(window, self.config.memory.chunk_len)
 
 
 @dataclass(frozen=True)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from titanmem.blocks.base import Block, BlockConfig, Context, MemoryPart
+from titanmem.blocks.base import BlockConfig, ChainBlock, Context, MemoryPart
 from titanmem.layers.neural_memory import Probe
 from titanmem.state import MemoryState, State
 
 
-class LMMBlock(Block):
+class LMMBlock(ChainBlock):
     """y = M(x), with M having read the persistent tokens first."""
 
     def __init__(self, config: BlockConfig) -> None:

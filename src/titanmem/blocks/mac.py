@@ -16,6 +16,7 @@ The second form reads a fixed number of memory tokens per segment with learned q
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import lcm
 from typing import Any, ClassVar, Self
 
 import torch
@@ -36,6 +37,8 @@ from titanmem.ops.memory.plan import token_positions
 from titanmem.ops.segments import Piece, cut_segments, join_pieces, split_pieces
 from titanmem.ops.streams import conv_streams, unit_rows
 from titanmem.state import ConvState, MemoryState, State
+
+FILLING = 16_384  # tokens that keep a GPU busy; a segment of all rows has fewer
 
 
 @dataclass(frozen=True)
@@ -125,6 +128,13 @@ class MACBlock(Block):
         for name in ("_project", "_segment", "_finish", "close"):
             setattr(self, name, torch.compile(getattr(self, name), *arguments, **options))
         self.norm.compile(*arguments, **options)
+
+    @property
+    def border(self) -> int:
+        return lcm(self.config.segment_len, self.config.memory.chunk_len)
+
+    def room(self, rows: int, processors: int) -> int:
+        return max(1, FILLING // (rows * self.config.segment_len))
 
     def start(self, batch: int) -> MACState:
         tail = None

@@ -12,15 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from titanmem.blocks.base import Block, BlockConfig, Combine, Context, HybridState, MemoryPart
+from titanmem.blocks.base import BlockConfig, Combine, Context, HybridState, MemoryPart, WindowedBlock
 from titanmem.graphs import beside
 from titanmem.layers.neural_memory import Probe
 from titanmem.layers.window_attention import WindowAttention
 from titanmem.state import MemoryState, State, WindowState
 
 
-class MAGBlock(Block):
+class MAGBlock(WindowedBlock):
     """o = SWA(x; P) ⊗ M(x). The ⊗ is the memory's output gate, so the memory has none of its own."""
+
+    idle = 8  # the window fills what the chains leave already
 
     def __init__(self, config: BlockConfig) -> None:
         super().__init__(config)
@@ -55,7 +57,7 @@ class MAGBlock(Block):
     def _short(
         self, x: Tensor, state: WindowState, prefix: Tensor | None, context: Context
     ) -> tuple[Tensor, WindowState]:
-        y, state = self.window(x, state, prefix=prefix, layout=context.layout)
+        y, state = self.window(x, state, prefix=prefix, layout=context.layout, full=context.full)
         return y, context.hand_on(state)
 
     def _long(

@@ -12,15 +12,17 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from titanmem.blocks.base import Block, BlockConfig, Context, HybridState, MemoryPart
+from titanmem.blocks.base import BlockConfig, Context, HybridState, MemoryPart, WindowedBlock
 from titanmem.layers.neural_memory import Probe
 from titanmem.layers.norm import RMSNorm
 from titanmem.layers.window_attention import WindowAttention
 from titanmem.state import State
 
 
-class MALBlock(Block):
+class MALBlock(WindowedBlock):
     """o = M(x) + SWA(RMSNorm(x + M(x)); P)."""
+
+    idle = 4
 
     def __init__(self, config: BlockConfig) -> None:
         super().__init__(config)
@@ -38,5 +40,7 @@ class MALBlock(Block):
     def mix(self, x: Tensor, state: HybridState, context: Context) -> tuple[Tensor, State, Probe | None]:
         long, memory, probe = self.memory(x, state.memory, self.memory_prefix(), context)
         said = x + long if self.config.inner_residual else long
-        short, window = self.window(self.between(said), state.window, prefix=self.prefix(), layout=context.layout)
+        short, window = self.window(
+            self.between(said), state.window, prefix=self.prefix(), layout=context.layout, full=context.full
+        )
         return long + short if self.config.inner_residual else short, HybridState(window, memory), probe

@@ -65,9 +65,16 @@ class WindowAttention(nn.Module):
         return qkv.unflatten(-1, (3, self.num_heads, -1)).unbind(2)
 
     def forward(
-        self, x: Tensor, state: WindowState, *, prefix: Tensor | None = None, layout: Layout | None = None
+        self,
+        x: Tensor,
+        state: WindowState,
+        *,
+        prefix: Tensor | None = None,
+        layout: Layout | None = None,
+        full: bool = False,
     ) -> tuple[Tensor, WindowState]:
-        """x [B, T, dim] → the same shape. `prefix` [P, dim] tokens are seen by every row of every document."""
+        """x [B, T, dim] → the same shape. `prefix` [P, dim] tokens are seen by every row of every document. `full`: it
+        is known that no place of the state's window is empty."""
         tokens = x.shape[1]
         layout = layout or Layout()
         if tokens == 0:
@@ -82,10 +89,12 @@ class WindowAttention(nn.Module):
         position = token_positions(state.position, tokens, layout.starts)
         rotate = Rotary(position, q.shape[-1], self.rope_base, q.dtype)
         rotated_q, rotated_k = rotate(q), rotate(k)
-        keys = torch.cat([state.keys.to(k.dtype), rotated_k], 1)
-        values = torch.cat([state.values.to(v.dtype), v], 1)
-        kept = state.keys.shape[1]
-        visible, document = self._visible(state, tokens), self._document(kept, tokens, layout)
+        older = [state.keys.to(k.dtype), state.values.to(v.dtype)]
+        if full and self.window_len is not None:  # with one more, which nobody sees, they are a block like the others
+            older = [pad(x, (0, 0, 0, 0, 1, 0)) for x in older]
+        keys, values = torch.cat([older[0], rotated_k], 1), torch.cat([older[1], v], 1)
+        visible = None if full else self._visible(state, tokens)
+        document = self._document(older[0].shape[1], tokens, layout)
         y = window_attention(
             rotated_q, q, keys, values, window_len=self.window_len, prefix=self.prefix(prefix), visible=visible,
             document=document,
@@ -115,6 +124,7 @@ class WindowAttention(nn.Module):
         self, keys: Tensor, values: Tensor, position: Tensor, state: WindowState, layout: Layout
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The last window_len − 1 real entries of every row, keys and values, and its position after them."""
+        older = keys.shape[1] - position.shape[1]
         if self.window_len is None:
             kept = keys.shape[1] if layout.lengths is None else int(self._after(position, state, layout).max())
         else:
@@ -125,7 +135,7 @@ class WindowAttention(nn.Module):
         if layout.lengths is None:
             last = keys.shape[1] - kept
             return keys[:, last:], values[:, last:], position[:, -1] + 1
-        end = max(short, 0) + state.keys.shape[1] + layout.lengths  # entries [0, end) are behind the row's next token
+        end = max(short, 0) + older + layout.lengths  # entries [0, end) are behind the row's next token
         index = (end.unsqueeze(1) - kept + torch.arange(kept, device=end.device)).clamp(min=0)
         spread = index[:, :, None, None].expand(-1, -1, *keys.shape[2:])
         return keys.gather(1, spread), values.gather(1, spread), self._after(position, state, layout)

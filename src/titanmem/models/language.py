@@ -19,7 +19,7 @@ from titanmem.config import check_counts, check_keys, check_types, require
 from titanmem.graphs import unseen
 from titanmem.layers.neural_memory import MemoryConfig, Probe
 from titanmem.layers.norm import RMSNorm
-from titanmem.models import generation
+from titanmem.models import generation, wave
 from titanmem.models.base import Model, ModelConfig, fill, read_config
 from titanmem.models.recurrent import Reading, RecurrentMemory
 from titanmem.models.summary import Summary, SummaryState
@@ -296,8 +296,13 @@ class TitansLM(Model):
         self, x: Tensor, states: Sequence[State] | None, context: Context, trace: list[Tensor] | None
     ) -> tuple[Tensor, tuple[State, ...], list[Probe | None]]:
         """All blocks, one after the other; `trace` receives what enters and leaves them."""
+        blocks: list[Any] = list(self.blocks)
+        if trace is None and not context.probe and context.layout.whole:
+            count = wave.pieces_of(blocks, x)
+            if count > 1:
+                return *wave.through(blocks, x, states, context, count), [None] * len(blocks)
         after, probes = [], []
-        for index, block in enumerate(self.blocks):
+        for index, block in enumerate(blocks):
             if trace is not None:
                 trace.append(x)
             x, new, seen = block(x, None if states is None else states[index], context)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from titanmem.blocks.fla import FLA_LAYERS
 from titanmem.config import Config, KindConfig, check_counts, check_keys, check_types, parts_of, require
+from titanmem.graphs import AUTO
 from titanmem.models.base import ModelConfig
 from titanmem.models.cost import flops_per_token
 from titanmem.models.language import TitansConfig
@@ -60,11 +61,13 @@ class ParallelConfig(Config):
     recompute: bool = False  # activation checkpointing, block by block
     compile: bool = False  # torch.compile, block by block
     graphs: bool = True  # CUDA graphs of forward and backward, on one GPU and for batches that are all of one form
+    pieces: int = AUTO  # of a row that are at work at once in a graph; 0: as many as the GPU has room for, 1: none
     repeatable: bool = False  # on a GPU: gradients in the same bits again, as on a CPU they are anyway
 
     def __post_init__(self) -> None:
         check_types(self)
         require(self.mode in ("ddp", "fsdp"), f"parallel.mode is 'ddp' or 'fsdp', got {self.mode!r}")
+        require(self.pieces >= 0, f"parallel.pieces must not be negative, got {self.pieces}")
         require(
             self.precision in ("auto", "bf16", "fp32"),
             f"parallel.precision is 'auto', 'bf16' or 'fp32', got {self.precision!r}",

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils import deterministic
 from torch.utils.checkpoint import checkpoint
 
+from titanmem.graphs import branched
 from titanmem.state import ModelState
 from titanmem.train.config import ParallelConfig
 
@@ -118,6 +119,7 @@ class Spread:
                 block.compile()
         alone = ranks.world == 1 and not self.sharded
         self.graphs = config.graphs and alone and ranks.device.type == "cuda" and not config.recompute
+        self.pieces = config.pieces if self.graphs else None
         self.model: Any = model if alone else self._shard() if self.sharded else self._replicate()
 
     def _shard(self) -> Any:
@@ -154,7 +156,8 @@ class Spread:
     def loss(self, inputs: dict[str, Tensor], state: ModelState | None = None) -> tuple[Tensor, ModelState | None]:
         """The summed loss of a micro-batch, and the state after it, at which gradients end."""
         carried = {} if state is None else {"state": state}
-        loss, after = self.forward(**inputs, **carried, **getattr(self.module, "in_training", {}))
+        with branched(self.pieces):  # launched as well as in a graph, so that both give the same bits
+            loss, after = self.forward(**inputs, **carried, **getattr(self.module, "in_training", {}))
         return loss, None if after is None else after.detach()
 
     def learn(

@@ -51,7 +51,7 @@ def fused(x: Tensor) -> bool:
 @dataclass(frozen=True)
 class Part:
     """What meets in one call of a kernel: all queries and keys of a group or, as rows of their own, blocks of them:
-    each with its own keys, or with those of the block `before`.
+    each with its own keys, or with those of the block `before`. With `older` keys the first one has a block before it.
 
     There both are read from the end. Key i has place W − 1 − i of the row; query i, which sees the keys after i, has
     place W − 2 − i. The last query, which sees none of them, fills the last place and does not count.
@@ -60,6 +60,7 @@ class Part:
     reach: int
     block: int = 0
     before: bool = False
+    older: bool = False
 
     def rows(self, asked: list[Tensor], seen: list[Tensor], lse: Tensor | None = None) -> list[Tensor]:
         """Queries, and what belongs to them, and keys [B, T, …] as the kernel reads them; at the end the log-sum-exp
@@ -87,6 +88,12 @@ class Part:
         known = lse.unflatten(0, (batch, -1)) if self.block else sums_of_blocks(lse, size)
         return out.reshape(batch, -1, size, *out.shape[2:]), known
 
+    def whole(self, found: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
+        """Gradients of queries, keys and values of a part that is not `before`, as those of all tokens."""
+        held = [x.reshape(len(y), -1, *y.shape[2:]) for x, y in zip(found, like, strict=True)]
+        front = (0, 0, 0, 0, self.block, 0)
+        return [pad(x, front) if self.older and i > 0 else x for i, x in enumerate(held)]
+
     def add(self, wholes: list[Tensor], rows: Sequence[Tensor]) -> None:
         """Add gradients of queries, keys and values in the places of a part `before` to those of all tokens."""
         there = [self._blocks(x, keys=i > 0) for i, x in enumerate(wholes)]
@@ -102,7 +109,9 @@ class Part:
     def _blocks(self, x: Tensor, dim: int = 1, *, keys: bool = False) -> Tensor:
         """The blocks that the part is about: a dimension of tokens becomes n × W."""
         x = x.unflatten(dim, (-1, self.block))
-        return x.narrow(dim, 0 if keys else 1, x.shape[dim] - 1) if self.before else x
+        if not (keys if self.older else self.before):
+            return x
+        return x.narrow(dim, 0 if keys and self.before else 1, x.shape[dim] - 1)
 
 
 def turned(x: Tensor, dim: int = 2) -> Tensor:
@@ -117,12 +126,14 @@ def sums_of_blocks(lse: Tensor, size: int) -> Tensor:
 
 def parts(q: Tensor, k: Tensor, reach: int) -> list[Part]:
     """The calls that a group takes. The first one has all queries and keys."""
-    tokens = q.shape[1]
-    if not (with_cudnn(q) and reach > 0 and k.shape[1] == tokens and (tokens <= reach or tokens % reach == 0)):
+    tokens, older = q.shape[1], k.shape[1] - q.shape[1]
+    if not (with_cudnn(q) and reach > 0):
         return [Part(reach)]
-    if tokens <= reach:
+    if older == 0 and tokens <= reach:
         return [Part(CAUSAL)]
-    return [Part(CAUSAL, reach), Part(CAUSAL, reach, before=True)]
+    if older not in (0, reach) or tokens % reach:
+        return [Part(reach)]
+    return [Part(CAUSAL, reach, before, older > 0) for before in (False, True)]
 
 
 def flash(q: Tensor, k: Tensor, v: Tensor, reach: int) -> tuple[Tensor, Tensor]:
@@ -203,7 +214,7 @@ def _all(q: Tensor | None, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 def _merge(whole: list[tuple[Tensor, Tensor]], before: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """Outputs [B, n, W, H, D] and log-sum-exps [B, n, H, W] under one softmax: [B, T, H, D] and [B, H, T]. Parts
-    `before` have all blocks but the first."""
+    `before` lack the first block where there are no older keys."""
     if fused(whole[0][0]):
         from titanmem.ops.attention import kernels
 
@@ -211,8 +222,9 @@ def _merge(whole: list[tuple[Tensor, Tensor]], before: list[tuple[Tensor, Tensor
     found = list(whole)
     for out, lse in before:
         lse[..., -1] = float("-inf")
-        late = pad(turned(lse, 3), (0, 0, 0, 0, 1, 0), value=float("-inf"))
-        found.append((pad(turned(out), (0, 0) * 3 + (1, 0)), late))
+        lacking = whole[0][0].shape[1] - out.shape[1]
+        late = pad(turned(lse, 3), (0, 0, 0, 0, lacking, 0), value=float("-inf"))
+        found.append((pad(turned(out), (0, 0) * 3 + (lacking, 0)), late))
     total = torch.stack([lse for _, lse in found]).logsumexp(0)
     mixed = sum((lse - total).exp().transpose(2, 3).unsqueeze(-1) * out for out, lse in found)
     assert isinstance(mixed, Tensor)
@@ -268,7 +280,7 @@ def _group_backward(
         if part.before:
             part.add(total, found)
         else:
-            total = [x.reshape(y.shape) for x, y in zip(found, (q, k, v), strict=True)]
+            total = part.whole(found, (q, k, v)) if part.block else list(found)
     return total
 
 

@@ -73,9 +73,10 @@ def turn_blocks(
 def merge_parts(
     outs, outs_strides, lses, lses_strides, out, out_strides, lse, lse_strides,
     blocks, size, heads,
-    WHOLE: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, TOKENS: tl.constexpr,
+    WHOLE: tl.constexpr, LACKING: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """out = Σ exp(lseᵢ − lse) outᵢ over WHOLE parts with all blocks and then parts `before`, without the first."""
+    """out = Σ exp(lseᵢ − lse) outᵢ over WHOLE parts with all blocks and then parts `before`, which lack the first
+    LACKING."""
     batch, block, head, token = own_tile(blocks, size, heads, TOKENS)
     wide = tl.arange(0, D)[None, :]
     inside = token < size
@@ -86,7 +87,8 @@ def merge_parts(
     for i in tl.static_range(1, len(outs)):
         row, place, counts = block, token, inside
         if i >= WHOLE:
-            row, place, counts = block - 1, turned(token, size, False), (block > 0) & (token < size - 1)
+            row, place = block - LACKING, turned(token, size, False)
+            counts = (row >= 0) & (token < size - 1)
         known = tl.load(sums(lses[i], lses_strides[i], batch, row, place, head), mask=counts, other=-float("inf"))
         here = entries(outs[i], outs_strides[i], batch, row, place, head, wide)
         value = tl.load(here, mask=counts[:, None] & within, other=0.0).to(tl.float32)
@@ -134,7 +136,8 @@ def merge(whole: list[tuple[Tensor, Tensor]], before: list[tuple[Tensor, Tensor]
     out = torch.empty(outs[0].shape, dtype=outs[0].dtype, device=outs[0].device)
     lse = torch.empty(batch, heads, blocks, size, dtype=torch.float32, device=out.device)
     to_lse = lse.transpose(1, 2).stride()
-    _launch(merge_parts, out, *_laid(outs), *_laid(lses), out, out.stride(), lse, to_lse, WHOLE=len(whole))
+    given = *_laid(outs), *_laid(lses), out, out.stride(), lse, to_lse
+    _launch(merge_parts, out, *given, WHOLE=len(whole), LACKING=blocks - outs[-1].shape[1])
     return out.flatten(1, 2), lse.flatten(2)
 
 

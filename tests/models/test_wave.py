@@ -1,0 +1,171 @@
+"""Long rows in pieces, several layers at work at once: the same numbers, whatever the pieces."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from support import RTOL, assert_close, assert_same_state, random_ids, small_model
+from titanmem import TitansConfig, TitansLM, backend
+from titanmem.graphs import AUTO, Graph, branched
+from titanmem.models import wave
+from titanmem.train.config import ParallelConfig
+from titanmem.train.graphs import StepGraphs
+from titanmem.train.parallel import Ranks, Spread
+
+GPU = torch.cuda.is_available()
+CASES = ["mac", "mac-fixed", "mag", "mal", "lmm", "attention-window", "mixed"]
+
+
+def cut_model(case: str, **changes: object):
+    """Chunks of 4, segments and windows of 8: pieces end at multiples of 8."""
+    if case == "mixed":
+        changes |= {"block": ["mag", "mac", "lmm"], "num_layers": 3}
+        case = "lmm"
+    elif case == "attention-window":
+        changes |= {"block": ["attention", "lmm"]}
+    return small_model(case, segment_len=8, window_len=8, **({"attention_window": 4} | changes))
+
+
+def learn(model, ids, pieces, state=None, **given):
+    model.zero_grad()
+    with branched(pieces):
+        loss, after = model(ids, state, labels=ids.roll(-1, 1), **given)
+    (loss + sum(x.square().sum() for _, x in after.tensors() if x.requires_grad)).backward()
+    return [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)], after.detach()
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("pieces", [2, 3])
+def test_rows_in_pieces_have_the_losses_states_and_gradients_of_whole_rows(case, pieces):
+    model = cut_model(case)
+    state = None
+    for seed, given in enumerate([{}, {"anew": torch.tensor([False, True])}, {"detach": True}]):
+        ids = random_ids(2, 48, seed=seed)
+        found, after = learn(model, ids, pieces, state, **given)
+        expected, state = learn(model, ids, 1, state, **given)
+        assert_close(found, expected)
+        assert_same_state(after, state)
+
+
+def test_pieces_end_where_chunks_segments_and_windows_do():
+    with branched(3):
+        for case, border in {"lmm": 4, "mac": 8, "mag": 8, "mal": 8}.items():
+            blocks = cut_model(case).blocks
+            counts = [wave.pieces_of(blocks, torch.empty(1, tokens, 16)) for tokens in (3 * border, 3 * border + 4, 4)]
+            assert counts == [3, 3 if border == 4 and (3 * border + 4) % 12 == 0 else 1, 1]
+        for case in ("attention", "rmt", "hybrid"):  # no memory, or a state that grows
+            assert wave.pieces_of(small_model(case).blocks, torch.empty(1, 840, 16)) == 1
+
+
+def test_as_many_pieces_as_a_gpu_has_room_for(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
+
+    def counts(name: str, *shapes: tuple[int, int]) -> list[int]:
+        with torch.device("meta"):
+            blocks = TitansLM(TitansConfig.from_name(name, num_layers=1)).blocks
+        given = [SimpleNamespace(shape=(*shape, 1024), is_cuda=True, device="cuda") for shape in shapes]
+        assert [wave.pieces_of(blocks, x) for x in given] == [1] * len(shapes)  # nobody asks for it
+        with branched(AUTO):
+            assert wave.pieces_of(blocks, torch.empty(1, 32_768, 1)) == 1  # on a CPU
+            return [wave.pieces_of(blocks, x) for x in given]
+
+    shapes = [(1, 32_768), (2, 16_384), (4, 8192), (8, 4096), (16, 2048), (1, 4096), (1, 8192), (1, 32_768 + 64)]
+    assert counts("lmm-340m", *shapes) == [4, 4, 2, 1, 1, 1, 2, 3]
+    assert counts("mal-340m", *shapes) == [4, 4, 1, 1, 1, 1, 2, 1]
+    assert counts("mag-340m", *shapes) == [4, 1, 1, 1, 1, 1, 2, 1]
+    assert counts("mac-340m", *shapes) == [4, 4, 4, 4, 2, 1, 2, 1]
+    assert counts("attention-340m", *shapes) == [1] * len(shapes)
+
+
+def test_a_training_step_cuts_its_rows_whether_it_is_launched_or_captured(monkeypatch):
+    seen = []
+    through = wave.through
+    monkeypatch.setattr(wave, "through", lambda *given: seen.append(given[-1]) or through(*given))
+    model = cut_model("lmm")
+    spread = Spread(model, ParallelConfig(pieces=3), Ranks(0, 1, torch.device("cpu"), None))
+    ids = random_ids(2, 24)
+    given = {"ids": ids, "labels": ids.roll(-1, 1)}
+    whole, _ = spread.loss(given)
+    assert seen == []  # no graphs without a GPU, so no branches
+    spread.pieces = 3
+    cut, _ = spread.loss(given)
+    assert seen == [3]
+    assert_close([cut], [whole])
+    spread.forward(**given)
+    assert seen == [3]  # only training
+
+
+def test_padding_documents_probes_and_traces_leave_rows_whole(monkeypatch):
+    model, ids = cut_model("lmm"), random_ids(2, 24)
+    monkeypatch.setattr(wave, "through", lambda *given: pytest.fail("cut"))
+    with branched(2):
+        model(ids, mask=torch.ones(2, 24, dtype=torch.bool))
+        model(ids, documents=torch.zeros(2, 24, dtype=torch.int64))
+        model(ids, probe=True)
+        model.hidden(ids, trace=[])
+        with pytest.raises(pytest.fail.Exception, match="cut"):
+            model(ids)
+
+
+@pytest.mark.skipif(not GPU, reason="branches are those of CUDA graphs")
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("pieces", [2, 4])
+def test_branches_of_a_graph_give_the_losses_and_gradients_of_one_stream(case, pieces):
+    found = []
+    for count in (1, pieces):
+        model = cut_model(case).cuda()
+
+        def work(inputs, scale, state, model=model):
+            loss, after = model(**inputs, state=state)
+            (loss * scale).backward()
+            return loss.detach(), after.detach()
+
+        graphs, state, losses = StepGraphs(work, model.parameters()), model.start(2).detach(), []
+        for step in range(8):
+            ids = random_ids(2, 64, seed=step)
+            with branched(count):
+                loss, state = graphs({"ids": ids, "labels": ids.roll(-1, 1)}, 1.0, state)
+            losses.append(loss.cpu())
+        assert graphs.captured == 1
+        found.append((losses + [p.grad.cpu() for p in model.parameters() if p.grad is not None], state.to("cpu")))
+    (whole, before), (cut, after) = found
+    assert_close(cut, whole, 10 * RTOL)
+    assert_same_state(after, before, 10 * RTOL)
+
+
+@pytest.mark.skipif(not GPU, reason="kernels in branches need a GPU")
+@pytest.mark.parametrize("case", ["lmm", "mac", "mag", "mal"])
+@pytest.mark.parametrize("forget_to", ["zero", "start"])
+def test_kernels_in_branches_are_as_near_to_the_truth_as_on_one_stream(case, forget_to):
+    shape = dict(dim=128, num_heads=2, segment_len=256, window_len=256, mlp_width=128, num_persistent=64)
+    memory = {"chunk_len": 64, "num_heads": 2, "expansion": 1, "forget_to": forget_to}
+    model = small_model(case, layers=3, dtype=torch.float32, memory=memory, **shape).cuda()
+    ids = random_ids(1, 2048).cuda()
+
+    def run(pieces: int, dtype: torch.dtype):
+        low = small_model(case, layers=3, dtype=dtype, memory=memory, **shape).cuda()
+        low.load_state_dict(model.state_dict())
+
+        def work():
+            low.zero_grad()
+            with torch.autocast("cuda", torch.bfloat16, enabled=dtype == torch.float32):
+                loss, _ = low(ids, labels=ids.roll(-1, 1), detach=True)
+            (loss / ids.numel()).backward()
+            return [loss.detach(), *(p.grad for p in low.parameters() if p.grad is not None)]
+
+        with branched(pieces):
+            return [x.double() for x in Graph(work, work, None)()]
+
+    with backend(memory="chunked", attention="sdpa"):
+        truth = run(1, torch.float64)
+    torch.cuda.synchronize()
+    errors = []
+    for pieces in (1, 8):
+        found = run(pieces, torch.float32)
+        torch.cuda.synchronize()
+        errors.append([float((x - y).norm() / y.norm()) for x, y in zip(found, truth, strict=True)])
+    one, cut = errors
+    assert all(b <= 2 * a + 1e-3 for a, b in zip(one, cut, strict=True)), list(zip(one, cut, strict=True))
