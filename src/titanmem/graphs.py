@@ -70,7 +70,7 @@ def _capturing() -> bool:
 
 @contextmanager
 def making() -> Iterator[None]:
-    """A graph is made: `beside` may use a second stream, and gradients come from there."""
+    """A graph is made: `beside` and `Branches` may use other streams, and gradients come from there."""
     warn = getattr(torch.autograd.graph, "set_warn_on_accumulate_grad_stream_mismatch", lambda wanted: None)
     before = getattr(_here, "making", False)
     warn(False)
@@ -83,7 +83,7 @@ def making() -> Iterator[None]:
 
 
 def apart() -> bool:
-    """Whether there may be branches: a graph is made, and this is none of its branches already."""
+    """Whether there may be branches: a graph is made, and this is none of its `Branches` already."""
     return not torch.compiler.is_compiling() and getattr(_here, "making", False)
 
 
@@ -132,10 +132,12 @@ class Branches:
         """Work on one branch."""
         before = getattr(_here, "making", False)
         _here.making = False
+        torch.clear_autocast_cache()  # weights that were cast on one stream are not for another
         try:
             with torch.cuda.stream(self._streams[index]) if self._streams else nullcontext():
                 yield
         finally:
+            torch.clear_autocast_cache()
             _here.making = before
 
     def mark(self, name: Hashable) -> None:

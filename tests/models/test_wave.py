@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partialmethod
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +10,9 @@ import torch
 
 from support import RTOL, assert_close, assert_same_state, random_ids, small_model
 from titanmem import TitansConfig, TitansLM, backend
+from titanmem.blocks.base import Block
+from titanmem.blocks.mac import MACBlock
+from titanmem.blocks.mag import MAGBlock
 from titanmem.graphs import AUTO, Graph, branched
 from titanmem.models import wave
 from titanmem.train.config import ParallelConfig
@@ -37,9 +41,17 @@ def learn(model, ids, pieces, state=None, **given):
     return [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)], after.detach()
 
 
+@pytest.fixture
+def seen(monkeypatch):
+    """Into how many pieces rows were cut, call by call."""
+    counts, through = [], wave.through
+    monkeypatch.setattr(wave, "through", lambda *given: counts.append(given[-1]) or through(*given))
+    return counts
+
+
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("pieces", [2, 3])
-def test_rows_in_pieces_have_the_losses_states_and_gradients_of_whole_rows(case, pieces):
+def test_rows_in_pieces_have_the_losses_states_and_gradients_of_whole_rows(case, pieces, seen):
     model = cut_model(case)
     state = None
     for seed, given in enumerate([{}, {"anew": torch.tensor([False, True])}, {"detach": True}]):
@@ -48,6 +60,56 @@ def test_rows_in_pieces_have_the_losses_states_and_gradients_of_whole_rows(case,
         expected, state = learn(model, ids, 1, state, **given)
         assert_close(found, expected)
         assert_same_state(after, state)
+    assert seen == [pieces] * 3
+
+
+def test_gradients_go_back_through_states_from_call_to_call(seen):
+    model, ids = cut_model("mal"), random_ids(2, 48)
+    found = []
+    for pieces in (1, 3):
+        model.zero_grad()
+        with branched(pieces):
+            _, state = model(ids[:, :24])
+            loss, _ = model(ids[:, 24:], state, labels=ids[:, 24:], detach=True)
+        loss.backward()
+        found.append([loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)])
+    assert_close(found[1], found[0])
+    assert seen == [3, 3]
+
+
+def test_weights_are_cast_anew_for_every_piece(seen):
+    """On another stream a cast may be gone while it is read, and its gradient would make branches wait."""
+    model, ids = cut_model("lmm", layers=1).float(), random_ids(1, 24)
+    kept = []
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x)
+    with branched(3), torch.autocast("cpu", torch.bfloat16), hooks:
+        model(ids, labels=ids)
+    shape = model.blocks[0].memory.layer.qkv.weight.mT.shape
+    casts = {x.untyped_storage().data_ptr() for x in kept if x.dtype == torch.bfloat16 and x.shape == shape}
+    assert len(casts) == 3
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # asked by dynamo of every input
+@pytest.mark.parametrize("case", ["lmm", "mal", "mag", "mac"])
+def test_compiled_blocks_stay_compiled_whatever_the_pieces(case, monkeypatch):
+    counters = torch._dynamo.utils.counters
+    torch._dynamo.reset()
+    counters.clear()
+    monkeypatch.setattr(Block, "compile", partialmethod(Block.compile, backend="eager"))
+    for other in (MACBlock, MAGBlock):
+        monkeypatch.setattr(other, "compile", partialmethod(other.compile, backend="eager"))
+    model = cut_model(case, layers=3).float()
+    spread = Spread(model, ParallelConfig(compile=True), Ranks(0, 1, torch.device("cpu"), None))
+    state = None
+    for pieces in (4, 1, 2):
+        spread.pieces = pieces
+        ids = random_ids(2, 64)
+        loss, state = spread.loss({"ids": ids, "labels": ids}, state)
+        loss.backward()
+        with torch.no_grad():
+            spread.forward(ids[:, :32])
+    assert not [reason for reason in counters["unimplemented"] if "limit" in reason], counters["unimplemented"]
+    assert counters["stats"]["unique_graphs"] > 3
 
 
 def test_pieces_end_where_chunks_segments_and_windows_do():
@@ -55,7 +117,7 @@ def test_pieces_end_where_chunks_segments_and_windows_do():
         for case, border in {"lmm": 4, "mac": 8, "mag": 8, "mal": 8}.items():
             blocks = cut_model(case).blocks
             counts = [wave.pieces_of(blocks, torch.empty(1, tokens, 16)) for tokens in (3 * border, 3 * border + 4, 4)]
-            assert counts == [3, 3 if border == 4 and (3 * border + 4) % 12 == 0 else 1, 1]
+            assert counts == [3, 1, 1]
         for case in ("attention", "rmt", "hybrid"):  # no memory, or a state that grows
             assert wave.pieces_of(small_model(case).blocks, torch.empty(1, 840, 16)) == 1
 
@@ -80,10 +142,7 @@ def test_as_many_pieces_as_a_gpu_has_room_for(monkeypatch):
     assert counts("attention-340m", *shapes) == [1] * len(shapes)
 
 
-def test_a_training_step_cuts_its_rows_whether_it_is_launched_or_captured(monkeypatch):
-    seen = []
-    through = wave.through
-    monkeypatch.setattr(wave, "through", lambda *given: seen.append(given[-1]) or through(*given))
+def test_a_training_step_cuts_its_rows_where_there_are_graphs(seen):
     model = cut_model("lmm")
     spread = Spread(model, ParallelConfig(pieces=3), Ranks(0, 1, torch.device("cpu"), None))
     ids = random_ids(2, 24)
@@ -113,7 +172,7 @@ def test_padding_documents_probes_and_traces_leave_rows_whole(monkeypatch):
 @pytest.mark.skipif(not GPU, reason="branches are those of CUDA graphs")
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("pieces", [2, 4])
-def test_branches_of_a_graph_give_the_losses_and_gradients_of_one_stream(case, pieces):
+def test_branches_of_a_graph_give_the_losses_and_gradients_of_one_stream(case, pieces, seen):
     found = []
     for count in (1, pieces):
         model = cut_model(case).cuda()
@@ -130,6 +189,7 @@ def test_branches_of_a_graph_give_the_losses_and_gradients_of_one_stream(case, p
                 loss, state = graphs({"ids": ids, "labels": ids.roll(-1, 1)}, 1.0, state)
             losses.append(loss.cpu())
         assert graphs.captured == 1
+        assert count == 1 or set(seen) == {count}
         found.append((losses + [p.grad.cpu() for p in model.parameters() if p.grad is not None], state.to("cpu")))
     (whole, before), (cut, after) = found
     assert_close(cut, whole, 10 * RTOL)
@@ -163,9 +223,9 @@ def test_kernels_in_branches_are_as_near_to_the_truth_as_on_one_stream(case, for
         truth = run(1, torch.float64)
     torch.cuda.synchronize()
     errors = []
-    for pieces in (1, 8):
+    for pieces in (1, 2, 8):
         found = run(pieces, torch.float32)
         torch.cuda.synchronize()
         errors.append([float((x - y).norm() / y.norm()) for x, y in zip(found, truth, strict=True)])
-    one, cut = errors
-    assert all(b <= 2 * a + 1e-3 for a, b in zip(one, cut, strict=True)), list(zip(one, cut, strict=True))
+    for one, *cut in zip(*errors, strict=True):
+        assert max(cut) <= 2 * one + 1e-3, (one, cut)

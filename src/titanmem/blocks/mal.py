@@ -22,7 +22,7 @@ from titanmem.state import State
 class MALBlock(WindowedBlock):
     """o = M(x) + SWA(RMSNorm(x + M(x)); P)."""
 
-    idle = 4
+    idle = 4  # with half of the multiprocessors idle nothing was gained
 
     def __init__(self, config: BlockConfig) -> None:
         super().__init__(config)

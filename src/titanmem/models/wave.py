@@ -32,8 +32,10 @@ MOST = 4  # more are no faster
 def pieces_of(blocks: Sequence[Any], x: Tensor) -> int:
     """Into how many pieces rows x [B, T, dim] are cut, as `branched` asks for."""
     wanted = None if torch.compiler.is_compiling() else wanted_branches()
-    borders = [block.border for block in blocks]
-    if wanted is None or None in borders:
+    if wanted is None or wanted == 1:
+        return 1
+    borders: list[Any] = [getattr(block, "border", None) for block in blocks]  # a block may be wrapped in something
+    if None in borders:
         return 1
     rows, tokens = x.shape[:2]
     if wanted != AUTO:
@@ -50,8 +52,10 @@ def through(
 ) -> tuple[Tensor, tuple[State, ...]]:
     """x [B, T, dim] in `count` pieces through all blocks, and the states after them."""
     held: list[Any] = [None] * len(blocks) if states is None else list(states)
-    branches = Branches(count, [x, *(t for state in states or () for _, t in state.tensors())], parameters(blocks))
-    pieces = list(x.chunk(count, 1))
+    given = [x, *(t for state in states or () for _, t in state.tensors())]
+    given += [] if context.anew is None else [context.anew]
+    branches = Branches(count, given, [p for block in blocks for p in block.parameters()])
+    pieces = [piece.contiguous() for piece in x.chunk(count, 1)]  # compiled blocks know strides, and later layers' are
     first = replace(context, detach=False)
     between = replace(first, anew=None, full=True)
     contexts = [first, *[between] * (count - 2), replace(between, detach=context.detach)]
@@ -66,7 +70,3 @@ def through(
                 branches.mark((index, layer))
     branches.join()
     return torch.cat(pieces, 1), tuple(held)
-
-
-def parameters(blocks: Sequence[Any]) -> list[Tensor]:
-    return [p for block in blocks for p in block.parameters()]

@@ -22,6 +22,8 @@ from titanmem.graphs import branched
 from titanmem.state import ModelState
 from titanmem.train.config import ParallelConfig
 
+FORMS = 32  # of a block that torch.compile may make before it gives up
+
 
 @contextmanager
 def repeatable(on: bool | None) -> Iterator[None]:
@@ -117,6 +119,9 @@ class Spread:
                 block.forward = partial(checkpoint, block.forward, use_reentrant=False)
             if config.compile:
                 block.compile()
+        if config.compile:  # all layers are one code; pieces, carried states and evaluations are several forms of it
+            dynamo: Any = torch._dynamo.config
+            dynamo.recompile_limit = max(dynamo.recompile_limit, FORMS)
         alone = ranks.world == 1 and not self.sharded
         self.graphs = config.graphs and alone and ranks.device.type == "cuda" and not config.recompute
         self.pieces = config.pieces if self.graphs else None

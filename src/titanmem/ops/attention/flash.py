@@ -125,7 +125,7 @@ def sums_of_blocks(lse: Tensor, size: int) -> Tensor:
 
 
 def parts(q: Tensor, k: Tensor, reach: int) -> list[Part]:
-    """The calls that a group takes. The first one has all queries and keys."""
+    """The calls that a group takes. The first one has all queries, and all keys but the older ones."""
     tokens, older = q.shape[1], k.shape[1] - q.shape[1]
     if not (with_cudnn(q) and reach > 0):
         return [Part(reach)]
