@@ -109,8 +109,8 @@ class Branches:
     """Work in `count` branches of a graph, each of which may wait for marks that others have set. Without a graph it
     runs in the order in which it is given.
 
-    `given` is what all of them read. Gradients of `parameters` are added up beside the branches, on the way back: in
-    one of them they would make it wait for the others.
+    `given` is all that they read and that was made before: they begin when it is there. Gradients of `parameters` are
+    added up beside the branches, on the way back: in one of them they would make it wait for the others.
     """
 
     def __init__(self, count: int, given: Iterable[Tensor], parameters: Iterable[Tensor]) -> None:

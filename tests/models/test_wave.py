@@ -13,7 +13,7 @@ from titanmem import TitansConfig, TitansLM, backend
 from titanmem.blocks.base import Block
 from titanmem.blocks.mac import MACBlock
 from titanmem.blocks.mag import MAGBlock
-from titanmem.graphs import AUTO, Graph, branched
+from titanmem.graphs import AUTO, Branches, Graph, branched
 from titanmem.models import wave
 from titanmem.train.config import ParallelConfig
 from titanmem.train.graphs import StepGraphs
@@ -75,6 +75,25 @@ def test_gradients_go_back_through_states_from_call_to_call(seen):
         found.append([loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)])
     assert_close(found[1], found[0])
     assert seen == [3, 3]
+
+
+def test_branches_begin_when_all_that_they_read_is_there(monkeypatch):
+    model, known = cut_model("lmm"), set()
+
+    class Noting(Branches):
+        def __init__(self, count, given, parameters):
+            known.update(x.data_ptr() for x in given)
+            super().__init__(count, given, parameters)
+
+    def forward(x, state, context, forward=model.blocks[0].forward):
+        assert {x.data_ptr(), *(() if context.anew is None else (context.anew.data_ptr(),))} <= known
+        assert context.full or {t.data_ptr() for _, t in state.tensors()} <= known
+        return forward(x, state, context)
+
+    monkeypatch.setattr(wave, "Branches", Noting)
+    monkeypatch.setattr(model.blocks[0], "forward", forward)
+    with branched(3):
+        model(random_ids(2, 24), model.start(2), anew=torch.tensor([True, False]))
 
 
 def test_weights_are_cast_anew_for_every_piece(seen):

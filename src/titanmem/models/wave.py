@@ -52,10 +52,10 @@ def through(
 ) -> tuple[Tensor, tuple[State, ...]]:
     """x [B, T, dim] in `count` pieces through all blocks, and the states after them."""
     held: list[Any] = [None] * len(blocks) if states is None else list(states)
-    given = [x, *(t for state in states or () for _, t in state.tensors())]
+    pieces = [piece.contiguous() for piece in x.chunk(count, 1)]  # compiled blocks know strides, and later layers' are
+    given = [*pieces, *(t for state in states or () for _, t in state.tensors())]
     given += [] if context.anew is None else [context.anew]
     branches = Branches(count, given, [p for block in blocks for p in block.parameters()])
-    pieces = [piece.contiguous() for piece in x.chunk(count, 1)]  # compiled blocks know strides, and later layers' are
     first = replace(context, detach=False)
     between = replace(first, anew=None, full=True)
     contexts = [first, *[between] * (count - 2), replace(between, detach=context.detach)]
