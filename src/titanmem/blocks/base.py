@@ -18,6 +18,7 @@ from titanmem.config import Config, require
 from titanmem.layers.mlp import SwiGLU
 from titanmem.layers.neural_memory import MemoryConfig, NeuralMemory, Probe
 from titanmem.layers.norm import RMSNorm
+from titanmem.layers.window_attention import WindowAttention
 from titanmem.ops.layout import Layout
 from titanmem.state import MemoryState, State, WindowState
 
@@ -163,6 +164,14 @@ class MemoryPart(nn.Module):
         return y, state, probe
 
 
+@dataclass(frozen=True)
+class HybridState(State):
+    """State of MAG and MAL: short-term and long-term memory side by side."""
+
+    window: WindowState
+    memory: MemoryState
+
+
 class ChainBlock(Block):
     """A block whose memory reads whole rows, chunk after chunk, in a chain for every row and head. Pieces of rows pay
     where a GPU has room for `idle` times as many chains."""
@@ -179,20 +188,22 @@ class ChainBlock(Block):
 
 
 class WindowedBlock(ChainBlock):
-    """The same with a window of attention."""
+    """What MAG and MAL share: a memory and a window of attention."""
+
+    window: WindowAttention
+    memory: MemoryPart
 
     @property
     def border(self) -> int | None:
         window = self.config.window_len
         return None if window is None else lcm(window, self.config.memory.chunk_len)
 
+    def memory_prefix(self) -> Tensor | None:
+        """What the memory reads before the first token."""
+        return self.prefix() if self.config.persistent_memory else None
 
-@dataclass(frozen=True)
-class HybridState(State):
-    """State of MAG and MAL: short-term and long-term memory side by side."""
-
-    window: WindowState
-    memory: MemoryState
+    def start(self, batch: int) -> HybridState:
+        return HybridState(self.window.start(batch), self.memory.start(batch, self.memory_prefix()))
 
 
 @torch.no_grad()

@@ -30,13 +30,6 @@ class MAGBlock(WindowedBlock):
         self.memory = MemoryPart(replace(config.memory, output_gate=False))
         self.combine = Combine(config.dim, config.open_gate)
 
-    def memory_prefix(self) -> Tensor | None:
-        """What the memory reads before the first token."""
-        return self.prefix() if self.config.persistent_memory else None
-
-    def start(self, batch: int) -> HybridState:
-        return HybridState(self.window.start(batch), self.memory.start(batch, self.memory_prefix()))
-
     def compile(self, *arguments: Any, **options: Any) -> None:
         """Window and memory each by itself: a CUDA graph runs one beside the other."""
         for name in ("start", "_short", "_long", "close"):

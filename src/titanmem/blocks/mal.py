@@ -30,13 +30,6 @@ class MALBlock(WindowedBlock):
         self.between = RMSNorm(config.dim)
         self.window = WindowAttention(config.dim, config.num_heads, config.window_len, config.rope_base)
 
-    def memory_prefix(self) -> Tensor | None:
-        """What the memory reads before the first token."""
-        return self.prefix() if self.config.persistent_memory else None
-
-    def start(self, batch: int) -> HybridState:
-        return HybridState(self.window.start(batch), self.memory.start(batch, self.memory_prefix()))
-
     def mix(self, x: Tensor, state: HybridState, context: Context) -> tuple[Tensor, State, Probe | None]:
         long, memory, probe = self.memory(x, state.memory, self.memory_prefix(), context)
         said = x + long if self.config.inner_residual else long
