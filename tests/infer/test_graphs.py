@@ -210,9 +210,10 @@ def test_the_step_kernel_writes_into_slots():
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_pieces_of_a_text_are_read_as_without_a_graph(case):
+@pytest.mark.parametrize("branches", [1, 2])
+def test_pieces_of_a_text_are_read_as_without_a_graph(case, branches):
     model = make(case, segment_len=8)
-    reader, piece = Pieces(model, capture=Graph if GPU else Blind), 16  # whole chunks and segments, more than a window
+    reader, piece = Pieces(model, capture=Graph if GPU else Blind, branches=branches), 16  # more than a window
     texts = torch.randint(0, 39, (2, 5, 1, piece), generator=torch.Generator().manual_seed(3)).to(DEVICE)
     states, expected = [model.start(1)] * 2, [model.start(1)] * 2
     held = []

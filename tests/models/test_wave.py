@@ -30,7 +30,7 @@ def cut_model(case: str, **changes: object):
         case = "lmm"
     elif case == "attention-window":
         changes |= {"block": ["attention", "lmm"]}
-    return small_model(case, segment_len=8, window_len=8, **({"attention_window": 4} | changes))
+    return small_model(case, segment_len=8, **({"window_len": 8, "attention_window": 4} | changes))
 
 
 def learn(model, ids, pieces, state=None, **given):
@@ -59,6 +59,24 @@ def test_rows_in_pieces_have_the_losses_states_and_gradients_of_whole_rows(case,
         found, after = learn(model, ids, pieces, state, **given)
         expected, state = learn(model, ids, 1, state, **given)
         assert_close(found, expected)
+        assert_same_state(after, state)
+    assert seen == [pieces] * 3
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("pieces", [3, 6])
+def test_reading_in_pieces_leaves_the_state_of_whole_rows(case, pieces, seen):
+    """Without gradients pieces may be shorter than a window, which is then full or not."""
+    model, state = cut_model(case, window_len=20, attention_window=20), None
+    if "mac" in case or case == "mixed":
+        pieces = 3
+    for seed in range(3):
+        ids = random_ids(2, 24, seed=seed)
+        with torch.no_grad():
+            with branched(pieces):
+                found, after = model(ids, state)
+            expected, state = model(ids, state)
+        assert_close([found], [expected])
         assert_same_state(after, state)
     assert seen == [pieces] * 3
 
@@ -159,6 +177,12 @@ def test_as_many_pieces_as_a_gpu_has_room_for(monkeypatch):
     assert counts("mag-340m", *shapes) == [4, 1, 1, 1, 1, 1, 2, 1]
     assert counts("mac-340m", *shapes) == [4, 4, 4, 4, 2, 1, 2, 1]
     assert counts("attention-340m", *shapes) == [1] * len(shapes)
+    with torch.no_grad():  # reading
+        shapes = [(1, 4096), (1, 2048), (1, 512), (1, 64), (2, 4096), (8, 4096)]
+        assert counts("lmm-340m", *shapes) == [8, 8, 2, 1, 4, 1]
+        assert counts("mal-340m", *shapes) == [8, 8, 2, 1, 4, 1]
+        assert counts("mag-340m", *shapes) == [8, 8, 2, 1, 1, 1]
+        assert counts("mac-340m", *shapes) == [8, 4, 1, 1, 8, 4]
 
 
 def test_a_training_step_cuts_its_rows_where_there_are_graphs(seen):

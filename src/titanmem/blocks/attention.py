@@ -24,9 +24,13 @@ class AttentionBlock(Block):
     def uses_persistent(config: BlockConfig) -> bool:
         return False
 
+    def border(self, reading: bool) -> int | None:
+        window = self.window.window_len
+        return None if window is None else 1 if reading else window
+
     @property
-    def border(self) -> int | None:
-        return self.window.window_len
+    def reach(self) -> int:
+        return self.window.reach
 
     def start(self, batch: int) -> WindowState:
         return self.window.start(batch)

@@ -103,10 +103,15 @@ class Block(nn.Module):
         """Whether this block has persistent tokens."""
         return config.num_persistent > 0
 
-    @property
-    def border(self) -> int | None:
-        """Rows can be cut at multiples of so many tokens and read piece by piece as fast; None: they cannot."""
+    def border(self, reading: bool) -> int | None:
+        """Rows can be cut at multiples of so many tokens and go through piece by piece as fast, where gradients are
+        asked for or, `reading`, where they are not; None: they cannot."""
         return None
+
+    @property
+    def reach(self) -> int:
+        """How many tokens a window of its state holds."""
+        return 0
 
     def room(self, rows: int, processors: int) -> int:
         """How many pieces of so many rows are best read at once on a GPU of so many multiprocessors."""
@@ -178,8 +183,7 @@ class ChainBlock(Block):
 
     idle: ClassVar[int] = 2
 
-    @property
-    def border(self) -> int | None:
+    def border(self, reading: bool) -> int | None:
         return self.config.memory.chunk_len
 
     def room(self, rows: int, processors: int) -> int:
@@ -193,10 +197,14 @@ class WindowedBlock(ChainBlock):
     window: WindowAttention
     memory: MemoryPart
 
+    def border(self, reading: bool) -> int | None:
+        """With gradients whole windows, of which the kernels of attention make two triangles."""
+        window, chunk = self.config.window_len, self.config.memory.chunk_len
+        return None if window is None else chunk if reading else lcm(window, chunk)
+
     @property
-    def border(self) -> int | None:
-        window = self.config.window_len
-        return None if window is None else lcm(window, self.config.memory.chunk_len)
+    def reach(self) -> int:
+        return self.window.reach
 
     def memory_prefix(self) -> Tensor | None:
         """What the memory reads before the first token."""

@@ -129,8 +129,7 @@ class MACBlock(Block):
             setattr(self, name, torch.compile(getattr(self, name), *arguments, **options))
         self.norm.compile(*arguments, **options)
 
-    @property
-    def border(self) -> int:
+    def border(self, reading: bool) -> int:
         return lcm(self.config.segment_len, self.config.memory.chunk_len)
 
     def room(self, rows: int, processors: int) -> int:

@@ -316,10 +316,10 @@ def stack(states: Sequence[ModelState | Place]) -> ModelState:
 
 
 def default_piece(model: TitansLM) -> int:
-    """About 512 tokens (2048 on a GPU), ending where chunks and segments of the model do if they are not too long."""
+    """About 512 tokens (4096 on a GPU), ending where chunks and segments of the model do if they are not too long."""
     config = model.config
     grid = config.memory_config().chunk_len
     if "mac" in config.blocks:
         grid = lcm(grid, config.segment_len)
-    wanted = 512 if next(model.parameters()).device.type == "cpu" else 2048
+    wanted = 512 if next(model.parameters()).device.type == "cpu" else 4096
     return max(1, wanted // grid) * grid if grid <= 8192 else wanted

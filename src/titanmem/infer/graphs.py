@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from titanmem.blocks.mac import MACState, SegmentState
-from titanmem.graphs import Again, Graph, new_pool
+from titanmem.graphs import AUTO, Again, Graph, branched, new_pool
 from titanmem.infer.past import Place, alone
 from titanmem.models.language import TitansLM
 from titanmem.state import FastWeights, ModelState, PendingWrites, State, parts
@@ -250,12 +250,19 @@ class Slots:
 class Pieces:
     """A text read in equal pieces, as a CUDA graph of one of them. Not for several threads.
 
-    The graph fits states as they are between pieces that end where chunks and segments do, with windows that are full;
-    any other state is read without it. RuntimeError: this cannot be captured.
+    In the graph a piece goes through the layers in `branches` parts, several layers at once (`models/wave.py`); AUTO:
+    in as many as the GPU has room for. The graph fits states as they are between pieces that end where chunks and
+    segments do, with windows that are full; any other state is read without it. RuntimeError: this cannot be captured.
     """
 
-    def __init__(self, model: TitansLM, learn: bool = True, capture: type[Graph] | type[Again] | None = None) -> None:
-        self.model, self.learn = model, learn
+    def __init__(
+        self,
+        model: TitansLM,
+        learn: bool = True,
+        capture: type[Graph] | type[Again] | None = None,
+        branches: int = AUTO,
+    ) -> None:
+        self.model, self.learn, self.branches = model, learn, branches
         self.device = next(model.parameters()).device
         self._capture = capture or (Graph if self.device.type == "cuda" else Again)
         self._graph: Graph | Again | None = None
@@ -279,7 +286,8 @@ class Pieces:
         return self._last
 
     def _read(self, ids: Tensor, state: ModelState) -> ModelState:
-        return self.model.hidden(ids, state, learn=self.learn)[1]
+        with branched(self.branches):  # launched as well as in the graph, so that both give the same bits
+            return self.model.hidden(ids, state, learn=self.learn)[1]
 
     def _prepare(self, ids: Tensor, state: ModelState) -> None:
         self._fits = _form(state)

@@ -41,6 +41,11 @@ class WindowAttention(nn.Module):
             bound = conv_width**-0.5
             nn.init.uniform_(self.conv, -bound, bound)
 
+    @property
+    def reach(self) -> int:
+        """How many tokens the state of a window holds."""
+        return 0 if self.window_len is None else self.window_len - 1
+
     def start(self, batch: int) -> WindowState:
         """Nothing seen yet."""
         weight = self.qkv.weight
@@ -128,7 +133,7 @@ class WindowAttention(nn.Module):
         if self.window_len is None:
             kept = keys.shape[1] if layout.lengths is None else int(self._after(position, state, layout).max())
         else:
-            kept = self.window_len - 1
+            kept = self.reach
         short = kept - keys.shape[1]
         if short > 0:
             keys, values = (pad(x, (0, 0, 0, 0, short, 0)) for x in (keys, values))

@@ -14,7 +14,7 @@ it knows of the past.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import lcm
 from typing import Any
 
@@ -25,8 +25,16 @@ from titanmem.blocks.base import Context
 from titanmem.graphs import AUTO, Branches, wanted_branches
 from titanmem.state import State
 
-SHORTEST = 4096  # tokens of all rows in a piece: products with fewer do not fill the machine
-MOST = 4  # more are no faster
+
+@dataclass(frozen=True)
+class Limits:
+    """Of pieces that are worth it."""
+
+    shortest: int  # tokens of all rows in a piece: products with fewer do not fill the machine
+    most: int  # more are no faster
+
+
+TRAINING, READING = Limits(shortest=4096, most=4), Limits(shortest=256, most=8)
 
 
 def pieces_of(blocks: Sequence[Any], x: Tensor) -> int:
@@ -34,8 +42,9 @@ def pieces_of(blocks: Sequence[Any], x: Tensor) -> int:
     wanted = None if torch.compiler.is_compiling() else wanted_branches()
     if wanted is None or wanted == 1:
         return 1
-    borders: list[Any] = [getattr(block, "border", None) for block in blocks]  # a block may be wrapped in something
-    if None in borders:
+    reading = not torch.is_grad_enabled()
+    borders: list[Any] = [block.border(reading) if hasattr(block, "border") else None for block in blocks]
+    if None in borders:  # or something that is no block of ours
         return 1
     rows, tokens = x.shape[:2]
     if wanted != AUTO:
@@ -43,7 +52,9 @@ def pieces_of(blocks: Sequence[Any], x: Tensor) -> int:
     if not x.is_cuda:
         return 1
     processors = torch.cuda.get_device_properties(x.device).multi_processor_count
-    most = min(MOST, rows * tokens // SHORTEST, max(block.room(rows, processors) for block in blocks))
+    limits = READING if reading else TRAINING
+    room = max(block.room(rows, processors) for block in blocks)
+    most = min(limits.most, rows * tokens // limits.shortest, room)
     return max((count for count in range(1, most + 1) if tokens % (count * lcm(*borders)) == 0), default=1)
 
 
@@ -56,9 +67,10 @@ def through(
     given = [*pieces, *(t for state in states or () for _, t in state.tensors())]
     given += [] if context.anew is None else [context.anew]
     branches = Branches(count, given, [p for block in blocks for p in block.parameters()])
-    first = replace(context, detach=False)
-    between = replace(first, anew=None, full=True)
-    contexts = [first, *[between] * (count - 2), replace(between, detach=context.detach)]
+    contexts = [replace(context, detach=False)]
+    for index in range(1, count):
+        full = index * pieces[0].shape[1] >= max(block.reach for block in blocks)
+        contexts.append(replace(context, anew=None, full=full, detach=context.detach and index == count - 1))
     for time in range(len(blocks) + count - 1):
         # later pieces first: autograd goes from the end, and lets a branch wait as soon as it knows for what
         for index in reversed(range(max(0, time - len(blocks) + 1), min(count, time + 1))):
