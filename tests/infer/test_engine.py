@@ -11,10 +11,14 @@ import pytest
 import torch
 
 from small import byte_engine, same
-from support import BLOCK_CASES, assert_same_state
+from support import BLOCK_CASES, assert_same_state, small_model
+from titanmem.data.tokenizer import ByteTokenizer
+from titanmem.graphs import AUTO, wanted_branches
 from titanmem.infer.answer import Answer
-from titanmem.infer.past import cut
+from titanmem.infer.engine import Engine
+from titanmem.infer.past import cut, reading
 from titanmem.infer.session import Session
+from titanmem.models import wave
 from titanmem.models.generation import stream
 
 PROMPTS = ["To be, or not", "a", "one two three four five six seven", "xyz xyz", "\n\n", "memory", "12345", "the end"]
@@ -176,6 +180,23 @@ def test_pieces_end_on_a_grid_however_tokens_arrive():
     assert cut(3, 10, 4) == [1, 4, 4, 1]
     assert cut(4, 4, 4) == [4]
     assert cut(5, 1, 4) == [1]
+
+
+@pytest.mark.parametrize("case", ["mag", "mal"])
+def test_a_text_in_given_pieces_has_the_same_bits_with_every_engine(case, monkeypatch):
+    """With a graph and without, and where the engine's own pieces are others. As on a GPU, pieces are cut in parts."""
+    monkeypatch.setattr(wave, "pieces_of", lambda _, x: 4 if wanted_branches() == AUTO and x.shape[1] % 64 == 0 else 1)
+    memory = {"chunk_len": 16, "num_heads": 2, "expansion": 2}
+    model = small_model(case, dtype=torch.float32, vocab_size=300, dim=64, mlp_width=128, memory=memory).eval()
+    pasts = []
+    for how in ({"graphs": True}, {"graphs": True, "piece": 256}, {"graphs": False}):
+        with Engine(
+            model.requires_grad_(False), ByteTokenizer(), **{"piece": 512, "batching": "exact"} | how
+        ) as engine:
+            text = reading(engine.start, [37 * i % 250 for i in range(1600)], 512)
+            pasts.append([x for _, x in engine.submit(text).result().model.tensors()])
+    for others in pasts[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(pasts[0], others, strict=True))
 
 
 def test_logprobs_are_those_of_the_model():

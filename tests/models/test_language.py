@@ -108,6 +108,15 @@ def test_packed_documents_do_not_see_each_other(case, cut):
             assert_close([logits[row, a:b]], [alone[0]])
 
 
+def test_documents_are_read_in_inference_mode_as_without_it():
+    model, ids = small_model("mag"), random_ids(2, 24)
+    documents = torch.tensor([[0] * 8 + [1] * 16, [7] * 24])
+    expected, _ = model(ids, documents=documents)
+    with torch.inference_mode():
+        found, _ = model(ids, documents=documents)
+    assert_close([found], [expected])
+
+
 @every_block
 @pytest.mark.parametrize("cut", [None, 12, 24])
 def test_documents_on_chunk_borders_do_not_see_each_other(case, cut):

@@ -32,7 +32,7 @@ import torch
 
 from titanmem.config import require
 from titanmem.data.tokenizer import Tokenizer, find_tokenizer
-from titanmem.infer.graphs import Pieces, Slots
+from titanmem.infer.graphs import Pieces, Slots, read_piece
 from titanmem.infer.past import Call, Job, Past, Place, Result, Row, alone, draw_tokens
 from titanmem.models.base import find_device
 from titanmem.models.language import TitansLM
@@ -263,8 +263,7 @@ class Engine:
         ids = torch.tensor([list(call.ids) for call in calls], device=self.device)
         state = stack([call.state for call in calls])
         if not first.last and len(calls) == 1:
-            _, state, _ = self.model.hidden(ids, state, learn=first.learn)
-            return [Result(None, state)]
+            return [Result(None, read_piece(self.model, ids, state, first.learn))]
         logits, state = self.model(ids, state, learn=first.learn)
         logits = logits[:, -1]
         if len(calls) == 1:

@@ -247,6 +247,12 @@ class Slots:
         return self._borders[name]
 
 
+def read_piece(model: TitansLM, ids: Tensor, state: ModelState, learn: bool, branches: int = AUTO) -> ModelState:
+    """The state after a piece of a text that goes on; the same bits with a graph and without."""
+    with branched(branches):
+        return model.hidden(ids, state, learn=learn)[1]
+
+
 class Pieces:
     """A text read in equal pieces, as a CUDA graph of one of them. Not for several threads.
 
@@ -286,8 +292,7 @@ class Pieces:
         return self._last
 
     def _read(self, ids: Tensor, state: ModelState) -> ModelState:
-        with branched(self.branches):  # launched as well as in the graph, so that both give the same bits
-            return self.model.hidden(ids, state, learn=self.learn)[1]
+        return read_piece(self.model, ids, state, self.learn, self.branches)
 
     def _prepare(self, ids: Tensor, state: ModelState) -> None:
         self._fits = _form(state)
