@@ -110,7 +110,7 @@ def scan(
         if whole_tiles(q, weight, chunk_len, lengths):
             from titanmem.ops.memory.kernels import hopper_launch
 
-            return hopper_launch.forward(call, keep and keeps_states(weight, starts))
+            return hopper_launch.forward(call, keep and keeps_states(starts))
         return launch.forward(call, leaves_pending(q.shape[1], chunk_len, offset, lengths, starts))
     laid, carry = open_scan(
         q, k, v, gates, state, pending, offset, fresh, base, gain, lengths, starts, count, chunk_len, residual, clip
@@ -160,7 +160,7 @@ def _(
         kept = Kept.room(weight, batch * heads, count, width, chunk_len)
         out += kept.states + kept.products
     tiled = form == "triton" and whole_tiles(q, weight, chunk_len, lengths)
-    if keep and tiled and keeps_states(weight, starts):
+    if keep and tiled and keeps_states(starts):
         rows = batch * heads
         out.append(q.new_empty(rows, tokens, 4 * state[0].shape[-1]))
         out += [state[0].new_empty(rows, count, 2, size, chunk_len) for size in (1, 2)]

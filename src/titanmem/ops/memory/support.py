@@ -50,10 +50,10 @@ def whole_tiles(q: Tensor, weight: Sequence[Tensor], chunk_len: int, lengths: Te
     return lengths is None and q.shape[1] % chunk_len == 0 and square_tiles(q, weight, chunk_len)
 
 
-def keeps_states(weight: Sequence[Tensor], starts: Tensor | None) -> bool:
+def keeps_states(starts: Tensor | None) -> bool:
     """Whether the Hopper kernels keep the state at every chunk's start: as much memory as q, k, v and y for each 64
     hidden units. Not where documents begin: whether on chunk borders is unknown while a call is compiled."""
-    return starts is None and weight[0].shape[-1] <= 128
+    return starts is None
 
 
 @cache

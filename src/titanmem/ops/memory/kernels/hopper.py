@@ -10,16 +10,16 @@ cores read them and from where the copy engine writes out what later kernels nee
             with a base: 14 B₁ less W₁  15 B₂ less W₂; 16 B₁ + W₁  17 B₂ + W₂
 
 With a base B the network's matrices are B + W, and the state is W as ever. The key side adds `base1` and `base2`
-(float32 [H, I, O]) to the state's tiles, the query side reads B's own tiles (descriptors `fixed1`, `fixed2`). On the
-way back the gradients of W₁ and W₂ after a chunk take the place of 7 and 8, once these have been read; `hopper_base.py`
-makes the gradient of B of them.
+(float32, in the order of threads: `load_own`) to the state's tiles, the query side reads B's own tiles (descriptors
+`fixed1`, `fixed2`). On the way back the gradients of W₁ and W₂ after a chunk take the place of 7 and 8, once these have
+been read; `hopper_base.py` makes the gradient of B of them.
 
     write_chunks     the key side, one program per piece and head
     read_chunks      the query side, one program per chunk
 
 A piece is a document, or the part of one that a sequence holds: `pieces` lists sequence, first chunk and the chunk
-after the last. `hopper_tape.py` and `hopper_backward.py` are the way back, `hopper_tiles.py` is what all of them are
-made of.
+after the last. `hopper_tape.py`, `hopper_pull.py` and `hopper_backward.py` are the way back, in this order,
+`hopper_tiles.py` is what all of them are made of.
 """
 
 from __future__ import annotations
@@ -36,13 +36,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from titanmem.ops.memory.kernels.hopper_tiles import (
     BYTES,
-    COLUMNS,
-    ROWS,
     C,
     barriers,
     begin,
     cdf_pdf,
     clip_steps,
+    columns,
     fetch_token_tiles,
     flipped,
     floats,
@@ -51,10 +50,12 @@ from titanmem.ops.memory.kernels.hopper_tiles import (
     key_error,
     last_rows,
     last_shares,
+    load_own,
     normalise,
     piece_of,
     product,
     put,
+    rows,
     square_offsets,
     tile,
     two_tiles,
@@ -75,15 +76,15 @@ def write_chunks(
     if BASE:
         U1, U2 = tile(), tile()
     bars = barriers(2)
-    t = gl.arange(0, C, layout=ROWS)
+    t = rows()
     square = row.to(gl.int64) * (C * C) + square_offsets()
     weight1, surprise1 = gl.load(w1 + square), gl.load(s1 + square)
     weight2, surprise2 = gl.load(w2 + square), gl.load(s2 + square)
     scale = gain_row(gain, head, NORM)
     if BASE:
-        base1 += head * (C * C) + square_offsets()
-        base2 += head * (C * C) + square_offsets()
-        fixed1, fixed2 = gl.load(base1), gl.load(base2)
+        base1 += head * (C * C)
+        base2 += head * (C * C)
+        fixed1, fixed2 = load_own(base1), load_own(base2)
     fetch_token_tiles(k, v, K, V, bars, 0, first, line, head, True)
 
     for chunk in range(first, last):
@@ -143,7 +144,7 @@ def write_chunks(
         c = warpgroup_mma(flipped(X2), DW, share2 * weight2 + drift2 * surprise2, is_async=True)
         d = warpgroup_mma(flipped(X2), DC, carry2 * surprise2, is_async=True)
         if BASE:  # once more, rather than to hold it in registers
-            fixed1, fixed2 = gl.load(base1), gl.load(base2)
+            fixed1, fixed2 = load_own(base1), load_own(base2)
         weight1, surprise1, weight2, surprise2 = warpgroup_mma_wait(0, deps=(a, b, c, d))
     tma.store_wait(0)
     gl.store(w1 + square, weight1)
@@ -182,8 +183,8 @@ def read_chunks(
         F1, F2 = tile(), tile()
         tma.async_copy_global_to_shared(fixed1, [head * C, 0], bar, F1)
         tma.async_copy_global_to_shared(fixed2, [head * C, 0], bar, F2)
-    share = shares + long * 10 * C + gl.arange(0, C, layout=ROWS)
-    column = gl.arange(0, C, layout=COLUMNS)
+    share = shares + long * 10 * C + rows()
+    column = columns()
     step1 = gl.load(steps + long * 2 * C + column)[None, :]
     step2 = gl.load(steps + (long * 2 + 1) * C + column)[None, :]
     scale = gain_row(gain, head, NORM)

@@ -1,5 +1,5 @@
-"""The Hopper kernels of `hopper.py`, backwards: the queries, and the keys from last chunk to first, over the tape that
-`hopper_tape.py` makes."""
+"""The key side of `hopper.py`, backwards from last chunk to first: over the tape that `hopper_tape.py` makes, after the
+queries (`hopper_pull.py`)."""
 
 from __future__ import annotations
 
@@ -15,14 +15,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from titanmem.ops.memory.kernels.hopper_tiles import (
     BYTES,
-    COLUMNS,
-    LAYOUT,
-    ROWS,
     C,
     barriers,
     begin,
-    cdf_pdf,
     clip_step_backward,
+    columns,
     end_shares,
     flipped,
     floats,
@@ -30,13 +27,10 @@ from titanmem.ops.memory.kernels.hopper_tiles import (
     last_error_backward,
     last_rows,
     last_shares,
-    less,
     load_norms,
-    norm_pullback,
-    normalise,
     piece_of,
-    product,
     put,
+    rows,
     square_offsets,
     store_ends,
     store_last_rows,
@@ -45,169 +39,6 @@ from titanmem.ops.memory.kernels.hopper_tiles import (
     two_tiles,
     zeros,
 )
-
-
-@gluon.jit
-def pull_chunks(
-    q, k, grad_y, gain, fixed1, fixed2, blend, blends, shares, steps, at, tape,
-    grad_q, grad_blend, grad_shares, grad_steps, grad_gain,
-    tokens, heads, count, lines, NORM: gl.constexpr, RESIDUAL: gl.constexpr, BASE: gl.constexpr,
-):  # fmt: skip
-    """From grad_y: grad_q, the gradients of G (grad_blend), of β and f (grad_shares) and of the clipped steps, the
-    gain's [N, count, D], and the reads' part in the tape. `blends` is `blend` as a pointer. A tile that has been read
-    makes room for the next."""
-    chunk, row = gl.program_id(0), gl.program_id(1)
-    head = row % heads
-    line = row // heads * tokens + chunk * C
-    place = row * count + chunk
-    long = place.to(gl.int64)
-    Q, K, W1, S1, B1, D1, Q2 = tile(), tile(), tile(), tile(), tile(), tile(), tile()
-    X2, W2, S2, B2, D2, Y = tile(), tile(), tile(), tile(), tile(), tile()
-    bars = barriers(2)
-    bar = bars.index(0)
-    mbarrier.expect(bar, (7 if BASE else 6) * BYTES)
-    tma.async_copy_global_to_shared(q, [line, head * C], bar, Q)
-    tma.async_copy_global_to_shared(k, [line, head * C], bar, K)
-    tma.async_copy_global_to_shared(at, [place * C, 0], bar, W1)
-    tma.async_copy_global_to_shared(at, [lines + place * C, 0], bar, S1)
-    tma.async_copy_global_to_shared(blend, [place * 2 * C, 0], bar, B1)
-    tma.async_copy_global_to_shared(tape, [lines + place * C, 0], bar, D1)
-    if BASE:
-        F1, F2 = tile(), tile()
-        tma.async_copy_global_to_shared(fixed1, [head * C, 0], bar, F1)
-    bar = bars.index(1)
-    mbarrier.expect(bar, (7 if BASE else 6) * BYTES)
-    tma.async_copy_global_to_shared(tape, [place * C, 0], bar, X2)
-    tma.async_copy_global_to_shared(at, [2 * lines + place * C, 0], bar, W2)
-    tma.async_copy_global_to_shared(at, [3 * lines + place * C, 0], bar, S2)
-    tma.async_copy_global_to_shared(blend, [place * 2 * C + C, 0], bar, B2)
-    tma.async_copy_global_to_shared(tape, [2 * lines + place * C, 0], bar, D2)
-    tma.async_copy_global_to_shared(grad_y, [line, head * C], bar, Y)
-    if BASE:
-        tma.async_copy_global_to_shared(fixed2, [head * C, 0], bar, F2)
-    t = gl.arange(0, C, layout=ROWS)
-    column = gl.arange(0, C, layout=COLUMNS)
-    share = shares + long * 10 * C + t
-    step1 = gl.load(steps + long * 2 * C + column)[None, :]
-    step2 = gl.load(steps + (long * 2 + 1) * C + column)[None, :]
-    share1, drift1 = gl.load(share)[:, None], gl.load(share + C)[:, None]
-    share2, drift2 = gl.load(share + 5 * C)[:, None], gl.load(share + 6 * C)[:, None]
-    square = long * 2 * (C * C) + square_offsets()
-
-    # the reads once more; B1 and B2 become the scores under G
-    mbarrier.wait(bars.index(0), 0)
-    a, b, c = begin(Q, flipped(K)), begin(Q, W1), begin(Q, S1)
-    score, by_weight, by_surprise = warpgroup_mma_wait(0, deps=(a, b, c))
-    put(B1, -score * floats(B1) * step1)
-    fence_async_shared()
-    a = warpgroup_mma(B1, D1, share1 * by_weight + drift1 * by_surprise, is_async=True)
-    if BASE:
-        a = warpgroup_mma(Q, F1, a, is_async=True)
-    value = warpgroup_mma_wait(0, deps=(a,))
-    cdf, pdf = cdf_pdf(value)
-    slope = (cdf + value * pdf).to(gl.bfloat16)
-    put(Q2, value * cdf)
-    fence_async_shared()
-    mbarrier.wait(bars.index(1), 0)
-    a, b, c = begin(Q2, flipped(X2)), begin(Q2, W2), begin(Q2, S2)
-    score, by_weight, by_surprise = warpgroup_mma_wait(0, deps=(a, b, c))
-    mix = B2.load(LAYOUT)
-    put(B2, -score * mix.to(gl.float32) * step2)
-    fence_async_shared()
-    a = warpgroup_mma(B2, D2, share2 * by_weight + drift2 * by_surprise, is_async=True)
-    if BASE:
-        a = warpgroup_mma(Q2, F2, a, is_async=True)
-    out = warpgroup_mma_wait(0, deps=(a,))
-
-    # back through the second matrix; Y becomes dY₂, D2 the pull on the scores
-    upstream = Y.load(LAYOUT)
-    pulled = upstream.to(gl.float32)
-    if NORM:
-        unit, inv_std = normalise(out)
-        gl.store(grad_gain + long * C + column, gl.sum(pulled * unit, 0))
-        pulled, _ = norm_pullback(unit, inv_std, gain_row(gain, head, NORM) * pulled)
-    put(Y, pulled)
-    fence_async_shared()
-    a, b, c, d = begin(Y, flipped(D2)), begin(Y, flipped(W2)), begin(Y, flipped(S2)), begin(flipped(B2), Y)
-    pull, by_weight, by_surprise, to_d2 = warpgroup_mma_wait(0, deps=(a, b, c, d))
-    put(B2, to_d2)
-    to_mix = -pull * score
-    gl.store(grad_blend + C * C + square, to_mix.to(gl.bfloat16))
-    gl.store(grad_steps + (long * 2 + 1) * C + column, gl.sum(to_mix * mix.to(gl.float32), 0))
-    put(D2, -pull * mix.to(gl.float32) * step2)
-    pulled = floats(Y)
-    put(W2, share2 * pulled)
-    put(S2, drift2 * pulled)
-    active = floats(Q2)
-    to_share, to_drift = sums(by_weight * active, by_surprise * active)
-    gl.store(grad_shares + (long * 10 + 5) * C + t, to_share)
-    gl.store(grad_shares + (long * 10 + 6) * C + t, to_drift)
-    fence_async_shared()
-    tma.async_copy_shared_to_global(tape, [9 * lines + place * C, 0], B2)
-    a = warpgroup_mma(D2, X2, share2 * by_weight + drift2 * by_surprise, is_async=True)
-    if BASE:
-        a = warpgroup_mma(Y, flipped(F2), a, is_async=True)
-    b, c, d = begin(flipped(D2), Q2), begin(flipped(Q2), W2), begin(flipped(Q2), S2)
-    if BASE:
-        e = begin(flipped(Q2), Y)
-        back, to_x2, to_w2, to_s2, to_b2 = warpgroup_mma_wait(0, deps=(a, b, c, d, e))
-        put(F2, less(to_b2, to_w2))
-    else:
-        back, to_x2, to_w2, to_s2 = warpgroup_mma_wait(0, deps=(a, b, c, d))
-    put(Q2, to_x2)
-    put(W2, to_w2)
-    put(S2, to_s2)
-
-    # back through the first; X2 becomes dY₁, D1 the pull
-    put(X2, back * slope.to(gl.float32))
-    fence_async_shared()
-    tma.async_copy_shared_to_global(tape, [8 * lines + place * C, 0], Q2)
-    tma.async_copy_shared_to_global(tape, [12 * lines + place * C, 0], W2)
-    tma.async_copy_shared_to_global(tape, [13 * lines + place * C, 0], S2)
-    if BASE:
-        tma.async_copy_shared_to_global(tape, [15 * lines + place * C, 0], F2)
-    mix = gl.load(blends + square)
-    a, b, c, d = begin(X2, flipped(D1)), begin(X2, flipped(W1)), begin(X2, flipped(S1)), begin(flipped(B1), X2)
-    pull, by_weight, by_surprise, to_d1 = warpgroup_mma_wait(0, deps=(a, b, c, d))
-    put(B1, to_d1)
-    to_mix = -pull * product(Q, flipped(K))
-    gl.store(grad_blend + square, to_mix.to(gl.bfloat16))
-    gl.store(grad_steps + long * 2 * C + column, gl.sum(to_mix * mix.to(gl.float32), 0))
-    put(D1, -pull * mix.to(gl.float32) * step1)
-    back = floats(X2)
-    put(W1, share1 * back)
-    put(S1, drift1 * back)
-    query = floats(Q)
-    to_share, to_drift = sums(by_weight * query, by_surprise * query)
-    gl.store(grad_shares + long * 10 * C + t, to_share)
-    gl.store(grad_shares + (long * 10 + 1) * C + t, to_drift)
-    total = share1 * by_weight + drift1 * by_surprise
-    if RESIDUAL:
-        total += upstream.to(gl.float32)
-    fence_async_shared()
-    tma.async_copy_shared_to_global(tape, [7 * lines + place * C, 0], B1)
-    a = warpgroup_mma(D1, K, total, is_async=True)
-    if BASE:
-        a = warpgroup_mma(X2, flipped(F1), a, is_async=True)
-    b, c, d = begin(flipped(D1), Q), begin(flipped(Q), W1), begin(flipped(Q), S1)
-    if BASE:
-        e = begin(flipped(Q), X2)
-        total, to_x1, to_w1, to_s1, to_b1 = warpgroup_mma_wait(0, deps=(a, b, c, d, e))
-        put(F1, less(to_b1, to_w1))
-    else:
-        total, to_x1, to_w1, to_s1 = warpgroup_mma_wait(0, deps=(a, b, c, d))
-    put(Y, total)
-    put(K, to_x1)
-    put(W1, to_w1)
-    put(S1, to_s1)
-    fence_async_shared()
-    tma.async_copy_shared_to_global(grad_q, [line, head * C], Y)
-    tma.async_copy_shared_to_global(tape, [6 * lines + place * C, 0], K)
-    tma.async_copy_shared_to_global(tape, [10 * lines + place * C, 0], W1)
-    tma.async_copy_shared_to_global(tape, [11 * lines + place * C, 0], S1)
-    if BASE:
-        tma.async_copy_shared_to_global(tape, [14 * lines + place * C, 0], F1)
-    tma.store_wait(0)
 
 
 @gluon.jit
@@ -294,7 +125,7 @@ def write_chunks_backward(
     if BASE:
         OW1, OW2 = tile(), PX2
     bars = barriers(7)
-    t = gl.arange(0, C, layout=ROWS)
+    t = rows()
     state = row.to(gl.int64) * (C * C) + square_offsets()
     to_weight1, to_surprise1 = gl.load(grad_w1 + state), gl.load(grad_s1 + state)
     to_weight2, to_surprise2 = gl.load(grad_w2 + state), gl.load(grad_s2 + state)
@@ -422,4 +253,4 @@ def write_chunks_backward(
     gl.store(grad_w2 + state, to_weight2)
     gl.store(grad_s2 + state, to_surprise2)
     if NORM:
-        gl.store(grad_gain + row * C + gl.arange(0, C, layout=COLUMNS), gl.sum(to_gain, 0))
+        gl.store(grad_gain + row * C + columns(), gl.sum(to_gain, 0))

@@ -1,7 +1,7 @@
 """Launches of the Hopper kernels: the same call as in `launch.py` where every tile is 64 wide (`support.whole_tiles`).
 
-The forward pass keeps the state at every chunk's start for the backward pass, as the operands that the kernels read; a
-memory with many hidden units writes its keys a second time instead (`support.keeps_states`)."""
+The forward pass keeps the state at every chunk's start for the backward pass, as the operands that the kernels read;
+where documents begin the backward pass writes the keys a second time instead (`support.keeps_states`)."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from titanmem.ops.memory.kernels import (
     hopper,
     hopper_backward,
     hopper_base,
+    hopper_pull,
     hopper_tape,
     hopper_wide,
     hopper_wide_backward,
@@ -51,6 +52,23 @@ def sizes(call: Call) -> dict[str, Any]:
 
 def clipping(call: Call) -> dict[str, Any]:
     return {"clip": call.writing["clip"], "CLIP": call.writing["CLIP"]}
+
+
+def own_order(x: Tensor) -> Tensor:
+    """Matrices [H, I, O] tile by tile, each as its threads hold it: `hopper_tiles.load_own`."""
+    i, o = x.shape[1] // TILE, x.shape[2] // TILE
+    return x.view(-1, i, 4, 2, 8, o, 2, 4, 4, 2).permute(0, 1, 5, 6, 2, 7, 4, 8, 3, 9).contiguous()
+
+
+def own_base(call: Call) -> list[Any]:
+    """The base as the keys read it; None where there is no base."""
+    return [own_order(x) for x in call.base] or [None, None]
+
+
+def own_room(call: Call, programs: int, matrices: int) -> dict[str, Any]:
+    """Room for what the programs of a wide memory hold from chunk to chunk."""
+    size = programs * slices(call) * TILE * TILE
+    return {} if slices(call) == 1 else {"held": call.q.new_empty(matrices, size, dtype=torch.float32)}
 
 
 def base_tiles(call: Call) -> list[Any]:
@@ -149,8 +167,8 @@ def write(call: Call, tape: Any) -> tuple[list[Tensor], list[Tensor]]:
     k, v = token_tiles(call.k, call.v)
     table, grid = piece_table(call)
     kernels.write_chunks[grid](
-        k, v, table, call.step, call.gain, *call.base_pair, call.shares, w1, s1, w2, s2,
-        tiles(states.view(-1, TILE)), tape, norms, steps, **sizes(call), **clipping(call),
+        k, v, table, call.step, call.gain, *own_base(call), call.shares, w1, s1, w2, s2,
+        tiles(states.view(-1, TILE)), tape, norms, steps, **sizes(call), **clipping(call), **own_room(call, *grid, 2),
     )  # fmt: skip
     return after, [states, steps, norms]
 
@@ -188,15 +206,17 @@ def backward(call: Call, grad_y: Tensor, grad_state: list[Tensor], kept: list[Te
     gain_parts = call.q.new_empty(s.rows, s.count, TILE, dtype=torch.float32)
     q, k, v, given, grad_q, grad_k, grad_v = token_tiles(call.q, call.k, call.v, grad_y.contiguous(), *grads)
     grid = (s.count, s.rows)
-    asked = (q, k, given, call.gain, *base_tiles(call), tiles(call.blend))
-    read = (call.shares, call.steps, at, tape, grad_q, grad_blend, grad_shares, grad_steps, gain_parts)
     hopper_tape.retrace_chunks[grid](
-        k, v, call.gain, *call.base_pair, at, tape, *rows, **sizes(call) | {"N": slices(call)}
+        k, v, call.gain, *own_base(call), at, tape, *rows, **sizes(call) | {"N": slices(call)}
     )
+    asked = (q, k, given, call.gain, *base_tiles(call), tiles(call.blend), call.shares, call.steps, at, tape, grad_q)
+    into = (grad_shares, grad_steps, gain_parts)
     if slices(call) == 1:
-        hopper_backward.pull_chunks[grid](*asked, call.blend, *read, **sizes(call))
+        hopper_pull.pull_chunks[grid](
+            *asked, tiles(grad_blend), *into, **sizes(call) | {"num_warps": hopper_pull.WARPS}
+        )
     else:
-        hopper_wide_backward.pull_chunks[grid](*asked, *read, **sizes(call))
+        hopper_wide_backward.pull_chunks[grid](*asked, grad_blend, *into, **sizes(call))
     gw1, gw2, gs1, gs2 = grad_after = end_grads(call, grad_state)
     ends = torch.stack([gw1.flatten(1), gw2.flatten(1)]) if call.base else None
     table, pieces = piece_table(call)
@@ -205,7 +225,7 @@ def backward(call: Call, grad_y: Tensor, grad_state: list[Tensor], kept: list[Te
     kernels.write_chunks_backward[pieces](
         k, v, table, call.gain, call.shares, call.steps, norms, at, tape, *rows,
         grad_steps, grad_shares, grad_ends, gw1, gs1, gw2, gs2, grad_k, grad_v, grad_gain,
-        **sizes(call), **clipping(call),
+        **sizes(call), **clipping(call), **own_room(call, *pieces, 4),
     )  # fmt: skip
     grads += gates_backward(call, grad_blend, grad_shares, grad_ends, grad_steps)
     to_state, shared = begin_grads(call, grad_after)

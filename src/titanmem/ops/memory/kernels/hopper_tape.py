@@ -14,7 +14,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from titanmem.ops.memory.kernels.hopper_tiles import (
     BYTES,
-    ROWS,
     C,
     barriers,
     begin,
@@ -23,12 +22,12 @@ from titanmem.ops.memory.kernels.hopper_tiles import (
     floats,
     gain_row,
     key_error,
+    load_own,
     product,
     put,
-    square_offsets,
+    rows,
     tile,
     tiles,
-    wide_offsets,
     zeros,
 )
 
@@ -60,19 +59,19 @@ def retrace_chunks(
             fetch_both(at, lines, W1.index(f), W2.index(f), bars.index(f + 1), spot + f * C, N, True)
     else:
         fetch_both(at, lines, W1, W2, bars.index(1), spot, N, True)
-    t = gl.arange(0, C, layout=ROWS)
+    t = rows()
     scale = gain_row(gain, head, NORM)
     if BASE:
-        base1 += head * (C * C * N) + wide_offsets(N)
-        base2 += head * (C * C * N) + square_offsets()
+        base1 += head * (C * C * N)
+        base2 += head * (C * C * N)
     mbarrier.wait(bars.index(0), 0)
     total = zeros()
     for f in range(N):
         if BASE:
             w1, w2 = W1.index(f), W2.index(f)
             mbarrier.wait(bars.index(f + 1), 0)
-            put(w1, floats(w1) + gl.load(base1 + f * C))
-            put(w2, floats(w2) + gl.load(base2 + f * C * C))
+            put(w1, floats(w1) + load_own(base1 + f * C * C))
+            put(w2, floats(w2) + load_own(base2 + f * C * C))
             fence_async_shared()
             tma.async_copy_shared_to_global(tape, [(12 * N + 4) * lines + spot + f * C, 0], w1)
             tma.async_copy_shared_to_global(tape, [(13 * N + 4) * lines + spot + f * C, 0], w2)

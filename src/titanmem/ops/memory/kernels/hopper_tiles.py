@@ -15,12 +15,40 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 WARPS = 8
 TILE = 64
 SHARED = gl.NVMMASharedLayout.get_default_for([TILE, TILE], gl.bfloat16)
-LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, WARPS // 4], [16, 4 * TILE // WARPS, 16]))
+# A tile as its threads hold it: what a warp reads or writes at once lies beside each other in memory
+OWN = gl.constexpr(
+    gl.DistributedLinearLayout(
+        reg_bases=[[1], [2], [128], [256]], lane_bases=[[4], [8], [16], [32], [64]],
+        warp_bases=[[512], [1024], [2048]], block_bases=[], shape=[TILE * TILE],
+    )
+)  # fmt: skip
 C = gl.constexpr(TILE)  # tokens of a chunk, width of a head, hidden units
-ROWS = gl.constexpr(gl.SliceLayout(1, LAYOUT.value))
-COLUMNS = gl.constexpr(gl.SliceLayout(0, LAYOUT.value))
 BYTES = gl.constexpr(2 * TILE * TILE)
 MEAN = gl.constexpr(1.0 / TILE)
+
+
+@gluon.constexpr_function
+def tile_layout(warps):
+    """How the warps of a program hold a tile: in fours, side by side."""
+    return gl.NVMMADistributedLayout([3, 0], [4, warps // 4], [16, 4 * TILE // warps, 16])
+
+
+@gluon.jit
+def rows(value: gl.constexpr = None):
+    """One number for every row of a tile: its index, or `value`."""
+    layout: gl.constexpr = gl.SliceLayout(1, tile_layout(gl.num_warps()))
+    return gl.arange(0, C, layout=layout) if value is None else gl.full([C], value, gl.float32, layout=layout)
+
+
+@gluon.jit
+def columns(value: gl.constexpr = None):
+    layout: gl.constexpr = gl.SliceLayout(0, tile_layout(gl.num_warps()))
+    return gl.arange(0, C, layout=layout) if value is None else gl.full([C], value, gl.float32, layout=layout)
+
+
+@gluon.jit
+def zeros():
+    return gl.full([C, C], 0.0, gl.float32, layout=tile_layout(gl.num_warps()))
 
 
 @gluon.jit
@@ -53,6 +81,16 @@ def add6(a0, a1, a2, a3, a4, a5, b0, b1, b2, b3, b4, b5):
 def approx(OP: gl.constexpr, x):
     """One instruction of the special-function unit."""
     return gl.inline_asm_elementwise(OP + " $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def pinned(x):
+    """x in bf16, rounded here and not where it is used: ptxas would put that off and keep all that x is made of. It
+    does not move an exchange between lanes, and here each lane keeps its own."""
+    x = x.to(gl.bfloat16)
+    return gl.inline_asm_elementwise(
+        "shfl.sync.bfly.b32 $0, $1, 0, 31, -1;", "=r,r", [x], dtype=gl.bfloat16, is_pure=False, pack=2
+    )
 
 
 @gluon.jit
@@ -96,19 +134,19 @@ def flipped(x):
 @gluon.jit
 def begin(a, b):
     """Start a @ b of two tiles in shared memory."""
-    return warpgroup_mma(a, b, gl.full([C, C], 0.0, gl.float32, layout=LAYOUT), use_acc=False, is_async=True)
+    return warpgroup_mma(a, b, zeros(), use_acc=False, is_async=True)
 
 
 @gluon.jit
 def product(a, b):
     """a @ b of two tiles in shared memory."""
-    return warpgroup_mma(a, b, gl.full([C, C], 0.0, gl.float32, layout=LAYOUT), use_acc=False)
+    return warpgroup_mma(a, b, zeros(), use_acc=False)
 
 
 @gluon.jit
 def floats(x):
     """A tile in shared memory, in registers."""
-    return x.load(LAYOUT).to(gl.float32)
+    return x.load(tile_layout(gl.num_warps())).to(gl.float32)
 
 
 @gluon.jit
@@ -151,29 +189,44 @@ def piece_of(pieces, row, heads, tokens, count):
 
 @gluon.jit
 def gain_row(gain, head, NORM: gl.constexpr):
-    scale = gl.full([C], 1.0, gl.float32, layout=COLUMNS)
+    scale = columns(1.0)
     if NORM:
-        scale = gl.load(gain + head * C + gl.arange(0, C, layout=COLUMNS)).to(gl.float32)
+        scale = gl.load(gain + head * C + columns()).to(gl.float32)
     return scale[None, :]
 
 
 @gluon.jit
 def square_offsets():
     """Offsets of a 64 × 64 matrix."""
-    return gl.arange(0, C, layout=ROWS)[:, None] * C + gl.arange(0, C, layout=COLUMNS)[None, :]
+    return rows()[:, None] * C + columns()[None, :]
+
+
+@gluon.jit
+def load_own(source):
+    """A float32 tile in the order of threads (`OWN`), as a tile of registers."""
+    x = gl.load(source + gl.arange(0, C * C, layout=OWN), eviction_policy="evict_last")
+    x = x.reshape([2, 4, 4, 8, 4, 2, 2]).permute([1, 5, 3, 0, 2, 4, 6]).reshape([C, C])
+    return gl.convert_layout(x, tile_layout(gl.num_warps()), assert_trivial=True)
+
+
+@gluon.jit
+def store_own(into, x):
+    x = x.reshape([4, 2, 8, 2, 4, 4, 2]).permute([3, 0, 4, 2, 5, 1, 6]).reshape([C * C])
+    x = gl.convert_layout(x, OWN, assert_trivial=True)
+    gl.store(into + gl.arange(0, C * C, layout=OWN), x, eviction_policy="evict_last")
 
 
 @gluon.jit
 def wide_offsets(N: gl.constexpr):
     """Offsets of a slice of a [64, N · 64] matrix."""
-    return gl.arange(0, C, layout=ROWS)[:, None] * (N * C) + gl.arange(0, C, layout=COLUMNS)[None, :]
+    return rows()[:, None] * (N * C) + columns()[None, :]
 
 
 @gluon.jit
 def key_error(z, key, value, scale, NORM: gl.constexpr, RESIDUAL: gl.constexpr):
     """D₂, ẑ, 1/s and the mean of 2γu ∘ ẑ."""
     unit = z
-    inv_std = gl.full([C], 1.0, gl.float32, layout=ROWS)
+    inv_std = rows(1.0)
     along = inv_std
     if NORM:
         unit, inv_std = normalise(z)
@@ -187,11 +240,6 @@ def key_error(z, key, value, scale, NORM: gl.constexpr, RESIDUAL: gl.constexpr):
 
 
 @gluon.jit
-def zeros():
-    return gl.full([C, C], 0.0, gl.float32, layout=LAYOUT)
-
-
-@gluon.jit
 def fetch_token_tiles(k, v, K, V, bars, turn, chunk, line, head, there):
     bar = bars.index(turn)
     mbarrier.expect(bar, 2 * BYTES, pred=there)
@@ -200,16 +248,40 @@ def fetch_token_tiles(k, v, K, V, bars, turn, chunk, line, head, there):
 
 
 @gluon.jit
+def fetch_first(at, tape, fixed, lines, W1, S1, D1, F1, bar, spot, head, f, N: gl.constexpr, BASE: gl.constexpr, there):
+    """What slice `f` of the first matrix needs."""
+    mbarrier.expect(bar, (4 if BASE else 3) * BYTES, pred=there)
+    tma.async_copy_global_to_shared(at, [spot, 0], bar, W1, pred=there)
+    tma.async_copy_global_to_shared(at, [N * lines + spot, 0], bar, S1, pred=there)
+    tma.async_copy_global_to_shared(tape, [N * lines + spot, 0], bar, D1, pred=there)
+    if BASE:
+        tma.async_copy_global_to_shared(fixed, [head * C, f * C], bar, F1, pred=there)
+
+
+@gluon.jit
+def fetch_second(
+    at, tape, fixed, lines, W2, S2, X2, F2, bar, spot, head, f, N: gl.constexpr, BASE: gl.constexpr, there
+):
+    """What slice `f` of the second matrix needs."""
+    mbarrier.expect(bar, (4 if BASE else 3) * BYTES, pred=there)
+    tma.async_copy_global_to_shared(at, [2 * N * lines + spot, 0], bar, W2, pred=there)
+    tma.async_copy_global_to_shared(at, [3 * N * lines + spot, 0], bar, S2, pred=there)
+    tma.async_copy_global_to_shared(tape, [spot, 0], bar, X2, pred=there)
+    if BASE:
+        tma.async_copy_global_to_shared(fixed, [(head * N + f) * C, 0], bar, F2, pred=there)
+
+
+@gluon.jit
 def given_steps(step, line, heads, head):
     """The unclipped steps of a chunk's tokens, of both matrices."""
-    given = step + ((line + gl.arange(0, C, layout=ROWS)) * heads + head) * 2
+    given = step + ((line + rows()) * heads + head) * 2
     return gl.load(given).to(gl.float32), gl.load(given + 1).to(gl.float32)
 
 
 @gluon.jit
 def last_rows(share):
     """The last rows of N and of blend, of both matrices: what the chunk's writes weigh in the state after it."""
-    t = gl.arange(0, C, layout=ROWS)
+    t = rows()
     carried1, written1 = gl.load(share + 3 * C + t), gl.load(share + 4 * C + t)
     carried2, written2 = gl.load(share + 8 * C + t), gl.load(share + 9 * C + t)
     return carried1, written1, carried2, written2
@@ -227,7 +299,7 @@ def last_shares(share):
 @gluon.jit
 def clip_steps(step1, step2, key, error, of_x2, of_d1, norms, clip):
     """The steps scaled so that ‖x‖ ‖d‖ stays within `clip`; stores the squared norms. of_*: squares, to be summed."""
-    t = gl.arange(0, C, layout=ROWS)
+    t = rows()
     key_norm, last_norm = sums(key * key, error * error)
     x2_norm, d1_norm = sums(of_x2, of_d1)
     step1 *= clip * gl.rsqrt(gl.maximum(key_norm * d1_norm, clip * clip))
@@ -242,8 +314,8 @@ def clip_steps(step1, step2, key, error, of_x2, of_d1, norms, clip):
 @gluon.jit
 def load_norms(norms, CLIP: gl.constexpr):
     """What `clip_steps` stored."""
-    t = gl.arange(0, C, layout=ROWS)
-    key_norm = gl.full([C], 1.0, gl.float32, layout=ROWS)
+    t = rows()
+    key_norm = rows(1.0)
     d1_norm, x2_norm, last_norm = key_norm, key_norm, key_norm
     if CLIP:
         key_norm, d1_norm = gl.load(norms + t), gl.load(norms + C + t)
@@ -253,7 +325,7 @@ def load_norms(norms, CLIP: gl.constexpr):
 
 @gluon.jit
 def store_last_rows(grad_shares, to_carried1, to_written1, to_carried2, to_written2):
-    t = gl.arange(0, C, layout=ROWS)
+    t = rows()
     gl.store(grad_shares + 3 * C + t, to_carried1)
     gl.store(grad_shares + 4 * C + t, to_written1)
     gl.store(grad_shares + 8 * C + t, to_carried2)

@@ -1,8 +1,9 @@
 """The Hopper kernels where the memory has N · 64 hidden units, N > 1: the same as in `hopper.py`, slice by slice.
 
 State and gradients of the state do not fit on the chip: their float32 copies stay in memory (in fact in the L2 cache),
-each number read and written by the same thread. Buffers are those of `hopper.py`, with N tiles a chunk in every kind
-that has hidden units. The keys' tape is made in a kernel of its own (`hopper_tape.py`).
+in `held`, each number read and written by the same thread (`load_own`, `store_own`). Buffers are those of `hopper.py`,
+with N tiles a chunk in every kind that has hidden units. The keys' tape is made in a kernel of its own
+(`hopper_tape.py`).
 """
 
 from __future__ import annotations
@@ -19,13 +20,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from titanmem.ops.memory.kernels.hopper_tiles import (
     BYTES,
-    COLUMNS,
-    ROWS,
     C,
     barriers,
     begin,
     cdf_pdf,
     clip_steps,
+    columns,
+    fetch_first,
+    fetch_second,
     fetch_token_tiles,
     flipped,
     floats,
@@ -34,11 +36,14 @@ from titanmem.ops.memory.kernels.hopper_tiles import (
     key_error,
     last_rows,
     last_shares,
+    load_own,
     normalise,
     piece_of,
     product,
     put,
+    rows,
     square_offsets,
+    store_own,
     tile,
     tiles,
     two_tiles,
@@ -48,36 +53,30 @@ from titanmem.ops.memory.kernels.hopper_tiles import (
 
 
 @gluon.jit
-def kept(source):
-    """Read what the same thread wrote before; it should stay in the L2 cache."""
-    return gl.load(source, eviction_policy="evict_last")
-
-
-@gluon.jit
-def keep(into, x):
-    gl.store(into, x, eviction_policy="evict_last")
-
-
-@gluon.jit
 def write_chunks(
     k, v, pieces, step, gain, base1, base2, shares, w1, s1, w2, s2, at, tape, norms, steps,
-    tokens, heads, count, lines, clip,
+    tokens, heads, count, lines, clip, held,
     N: gl.constexpr, NORM: gl.constexpr, RESIDUAL: gl.constexpr, CLIP: gl.constexpr, BASE: gl.constexpr,
 ):  # fmt: skip
-    """With a base W1 and W2 hold the network's matrices; the state's go out through token tiles that have been read."""
+    """With a base W1 and W2 hold the network's matrices. The state goes out through tiles that have been read."""
     row = gl.program_id(0)
     head, line, start, first, last = piece_of(pieces, row, heads, tokens, count)
     K, V = two_tiles(), two_tiles()
     W1, W2, X2, D1 = tiles(N), tiles(N), tiles(N), tiles(N)
-    D2, KW, KC, DW, DC, S1, S2 = tile(), tile(), tile(), tile(), tile(), tile(), tile()
+    D2, KW, KC, DW, DC = tile(), tile(), tile(), tile(), tile()
+    if BASE:
+        U1, U2 = tile(), tile()
     bars = barriers(2)
-    t = gl.arange(0, C, layout=ROWS)
+    t = rows()
     state = row.to(gl.int64) * (C * C * N)
     wide, square = state + wide_offsets(N), state + square_offsets()
     scale = gain_row(gain, head, NORM)
     if BASE:
-        base1 += head * (C * C * N) + wide_offsets(N)
-        base2 += head * (C * C * N) + square_offsets()
+        base1 += head * (C * C * N)
+        base2 += head * (C * C * N)
+    if N > 2:
+        held1 = held + state
+        held2 = held1 + gl.num_programs(0).to(gl.int64) * (C * C * N)
     fetch_token_tiles(k, v, K, V, bars, 0, first, line, head, True)
     weights1, weights2, surprises1, surprises2 = (), (), (), ()
     for f in gl.static_range(N):
@@ -85,27 +84,30 @@ def write_chunks(
         weights2 += (gl.load(w2 + square + f * C * C),)
         surprise1, surprise2 = gl.load(s1 + wide + f * C), gl.load(s2 + square + f * C * C)
         if BASE:
-            put(W1.index(f), weights1[f] + gl.load(base1 + f * C))
-            put(W2.index(f), weights2[f] + gl.load(base2 + f * C * C))
+            put(W1.index(f), weights1[f] + load_own(base1 + f * C * C))
+            put(W2.index(f), weights2[f] + load_own(base2 + f * C * C))
         else:
             put(W1.index(f), weights1[f])
             put(W2.index(f), weights2[f])
-        spot = ((start + first) * N + f) * C
-        tma.store_wait(0)
-        if BASE:
-            put(K.index(1), weights1[f])
-            put(V.index(1), weights2[f])
-        put(S1, surprise1)
-        put(S2, surprise2)
         if N == 2:
             surprises1 += (surprise1,)
             surprises2 += (surprise2,)
-        fence_async_shared()
-        tma.async_copy_shared_to_global(at, [N * lines + spot, 0], S1)
-        tma.async_copy_shared_to_global(at, [3 * N * lines + spot, 0], S2)
+        else:
+            store_own(held1 + f * C * C, surprise1)
+            store_own(held2 + f * C * C, surprise2)
         if BASE:
-            tma.async_copy_shared_to_global(at, [spot, 0], K.index(1))
-            tma.async_copy_shared_to_global(at, [2 * N * lines + spot, 0], V.index(1))
+            tma.store_wait(0)
+            put(U1, weights1[f])
+            put(U2, weights2[f])
+        put(D1.index(f), surprise1)
+        put(X2.index(f), surprise2)
+        fence_async_shared()
+        spot = ((start + first) * N + f) * C
+        tma.async_copy_shared_to_global(at, [N * lines + spot, 0], D1.index(f))
+        tma.async_copy_shared_to_global(at, [3 * N * lines + spot, 0], X2.index(f))
+        if BASE:
+            tma.async_copy_shared_to_global(at, [spot, 0], U1)
+            tma.async_copy_shared_to_global(at, [2 * N * lines + spot, 0], U2)
 
     for chunk in range(first, last):
         turn = (chunk - first) % 2
@@ -122,8 +124,11 @@ def write_chunks(
         fetch_token_tiles(k, v, K, V, bars, 1 - turn, chunk + 1, line, head, chunk + 1 < last)
 
         of_x2 = zeros()
+        a = begin(K.index(turn), W1.index(0))
         for f in gl.static_range(N):
-            z = product(K.index(turn), W1.index(f))
+            z = warpgroup_mma_wait(0, deps=(a,))
+            if f + 1 < N:  # while this one is worked on
+                a = begin(K.index(turn), W1.index(f + 1))
             cdf, pdf = cdf_pdf(z)
             active = z * cdf
             of_x2 += active * active
@@ -133,17 +138,23 @@ def write_chunks(
         a = begin(X2.index(0), W2.index(0))
         for f in gl.static_range(1, N):
             a = warpgroup_mma(X2.index(f), W2.index(f), a, is_async=True)
+        for f in gl.static_range(N):
+            tma.async_copy_shared_to_global(tape, [spot + f * C, 0], X2.index(f))
         key = floats(K.index(turn))
         z = warpgroup_mma_wait(0, deps=(a,))
         error, _, _, _ = key_error(z, key, floats(V.index(turn)), scale, NORM, RESIDUAL)
         put(D2, error)
         fence_async_shared()
+        tma.async_copy_shared_to_global(tape, [2 * N * lines + place * C, 0], D2)
+        a = begin(D2, flipped(W2.index(0)))
         step1, step2 = given_steps(step, line + chunk * C, heads, head)  # not before there are registers for them
         carried1, written1, carried2, written2 = last_rows(share)
         share1, drift1, carry1, share2, drift2, carry2 = last_shares(share)
         of_d1 = zeros()
         for f in gl.static_range(N):
-            back = product(D2, flipped(W2.index(f))) * floats(D1.index(f))
+            back = warpgroup_mma_wait(0, deps=(a,)) * floats(D1.index(f))
+            if f + 1 < N:
+                a = begin(D2, flipped(W2.index(f + 1)))
             of_d1 += back * back
             put(D1.index(f), back)
         if CLIP:
@@ -155,18 +166,16 @@ def write_chunks(
         put(DW, error * (-step2 * written2)[:, None])
         put(DC, error * (-step2 * carried2)[:, None])
         fence_async_shared()
-        tma.async_copy_shared_to_global(tape, [2 * N * lines + place * C, 0], D2)
         for f in gl.static_range(N):
-            tma.async_copy_shared_to_global(tape, [spot + f * C, 0], X2.index(f))
             tma.async_copy_shared_to_global(tape, [N * lines + spot + f * C, 0], D1.index(f))
         after_w1, after_w2, after_s1, after_s2 = (), (), (), ()
         if N > 2 and not BASE:
-            next1, next2 = kept(s1 + wide), kept(s2 + square)
+            next1, next2 = load_own(held1), load_own(held2)
         for f in gl.static_range(N):
             if N == 2:
                 surprise1, surprise2 = surprises1[f], surprises2[f]
             elif BASE:  # no registers for those of the next slice
-                surprise1, surprise2 = kept(s1 + wide + f * C), kept(s2 + square + f * C * C)
+                surprise1, surprise2 = load_own(held1 + f * C * C), load_own(held2 + f * C * C)
             else:
                 surprise1, surprise2 = next1, next2
             a = warpgroup_mma(flipped(KW), D1.index(f), share1 * weights1[f] + drift1 * surprise1, is_async=True)
@@ -174,67 +183,52 @@ def write_chunks(
             c = warpgroup_mma(flipped(X2.index(f)), DW, share2 * weights2[f] + drift2 * surprise2, is_async=True)
             d = warpgroup_mma(flipped(X2.index(f)), DC, carry2 * surprise2, is_async=True)
             if BASE:
-                fixed1, fixed2 = gl.load(base1 + f * C), gl.load(base2 + f * C * C)
+                fixed1, fixed2 = load_own(base1 + f * C * C), load_own(base2 + f * C * C)
             if N > 2 and not BASE and f + 1 < N:  # the next slice's come while this one is folded
-                next1, next2 = kept(s1 + wide + (f + 1) * C), kept(s2 + square + (f + 1) * C * C)
+                next1, next2 = load_own(held1 + (f + 1) * C * C), load_own(held2 + (f + 1) * C * C)
             weight1, surprise1, weight2, surprise2 = warpgroup_mma_wait(0, deps=(a, b, c, d))
             if N == 2:
                 after_s1 += (surprise1,)
                 after_s2 += (surprise2,)
             else:
-                keep(s1 + wide + f * C, surprise1)
-                keep(s2 + square + f * C * C, surprise2)
+                store_own(held1 + f * C * C, surprise1)
+                store_own(held2 + f * C * C, surprise2)
             after_w1 += (weight1,)
             after_w2 += (weight2,)
-            tma.store_wait(0)
+            if f == 0:
+                tma.store_wait(0)
             if BASE:
-                put(K.index(turn), weight1)
-                put(V.index(turn), weight2)
+                out1, out2 = U1, U2
+                if f % 2 == 1:
+                    out1, out2 = K.index(turn), V.index(turn)
+                if f > 1:
+                    tma.store_wait(4)  # what went out two slices ago
+                put(out1, weight1)
+                put(out2, weight2)
                 weight1 += fixed1
                 weight2 += fixed2
             put(W1.index(f), weight1)
             put(W2.index(f), weight2)
-            put(S1, surprise1)
-            put(S2, surprise2)
+            put(D1.index(f), surprise1)
+            put(X2.index(f), surprise2)
             fence_async_shared()
             if chunk + 1 < last:
                 if BASE:
-                    tma.async_copy_shared_to_global(at, [spot + (N + f) * C, 0], K.index(turn))
-                    tma.async_copy_shared_to_global(at, [2 * N * lines + spot + (N + f) * C, 0], V.index(turn))
-                tma.async_copy_shared_to_global(at, [N * lines + spot + (N + f) * C, 0], S1)
-                tma.async_copy_shared_to_global(at, [3 * N * lines + spot + (N + f) * C, 0], S2)
+                    tma.async_copy_shared_to_global(at, [spot + (N + f) * C, 0], out1)
+                    tma.async_copy_shared_to_global(at, [2 * N * lines + spot + (N + f) * C, 0], out2)
+                tma.async_copy_shared_to_global(at, [N * lines + spot + (N + f) * C, 0], D1.index(f))
+                tma.async_copy_shared_to_global(at, [3 * N * lines + spot + (N + f) * C, 0], X2.index(f))
         weights1, weights2, surprises1, surprises2 = after_w1, after_w2, after_s1, after_s2
     tma.store_wait(0)
     for f in gl.static_range(N):
         gl.store(w1 + wide + f * C, weights1[f])
         gl.store(w2 + square + f * C * C, weights2[f])
         if N == 2:
-            gl.store(s1 + wide + f * C, surprises1[f])
-            gl.store(s2 + square + f * C * C, surprises2[f])
-
-
-@gluon.jit
-def fetch_first(at, tape, fixed, lines, W1, S1, D1, F1, bar, spot, head, f, N: gl.constexpr, BASE: gl.constexpr, there):
-    """What slice `f` of the first matrix needs."""
-    mbarrier.expect(bar, (4 if BASE else 3) * BYTES, pred=there)
-    tma.async_copy_global_to_shared(at, [spot, 0], bar, W1, pred=there)
-    tma.async_copy_global_to_shared(at, [N * lines + spot, 0], bar, S1, pred=there)
-    tma.async_copy_global_to_shared(tape, [N * lines + spot, 0], bar, D1, pred=there)
-    if BASE:
-        tma.async_copy_global_to_shared(fixed, [head * C, f * C], bar, F1, pred=there)
-
-
-@gluon.jit
-def fetch_second(
-    at, tape, fixed, lines, W2, S2, X2, F2, bar, spot, head, f, N: gl.constexpr, BASE: gl.constexpr, there
-):
-    """What slice `f` of the second matrix needs."""
-    mbarrier.expect(bar, (4 if BASE else 3) * BYTES, pred=there)
-    tma.async_copy_global_to_shared(at, [2 * N * lines + spot, 0], bar, W2, pred=there)
-    tma.async_copy_global_to_shared(at, [3 * N * lines + spot, 0], bar, S2, pred=there)
-    tma.async_copy_global_to_shared(tape, [spot, 0], bar, X2, pred=there)
-    if BASE:
-        tma.async_copy_global_to_shared(fixed, [(head * N + f) * C, 0], bar, F2, pred=there)
+            surprise1, surprise2 = surprises1[f], surprises2[f]
+        else:
+            surprise1, surprise2 = load_own(held1 + f * C * C), load_own(held2 + f * C * C)
+        gl.store(s1 + wide + f * C, surprise1)
+        gl.store(s2 + square + f * C * C, surprise2)
 
 
 @gluon.jit
@@ -263,8 +257,8 @@ def read_chunks(
     tma.async_copy_global_to_shared(tape, [2 * N * lines + place * C, 0], bar, D2)
     fetch_first(at, tape, fixed1, lines, W1, S1, D1, F1, bars.index(1), spot, head, 0, N, BASE, True)
     fetch_second(at, tape, fixed2, lines, W2, S2, X2, F2, bars.index(2), spot, head, 0, N, BASE, True)
-    share = shares + long * 10 * C + gl.arange(0, C, layout=ROWS)
-    column = gl.arange(0, C, layout=COLUMNS)
+    share = shares + long * 10 * C + rows()
+    column = columns()
     step1 = gl.load(steps + long * 2 * C + column)[None, :]
     step2 = gl.load(steps + (long * 2 + 1) * C + column)[None, :]
     share1, drift1 = gl.load(share)[:, None], gl.load(share + C)[:, None]

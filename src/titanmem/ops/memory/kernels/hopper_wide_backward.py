@@ -14,45 +14,49 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from titanmem.ops.memory.kernels.hopper_tiles import (
     BYTES,
-    COLUMNS,
-    ROWS,
     C,
     barriers,
     begin,
     cdf_pdf,
     clip_step_backward,
+    columns,
     end_shares,
+    fetch_first,
+    fetch_second,
     flipped,
     floats,
     gain_row,
     last_error_backward,
     last_rows,
     last_shares,
+    less,
     load_norms,
+    load_own,
     norm_pullback,
     normalise,
     piece_of,
     product,
     put,
+    rows,
     square_offsets,
     store_ends,
     store_last_rows,
+    store_own,
     sums,
     tile,
     tiles,
     wide_offsets,
     zeros,
 )
-from titanmem.ops.memory.kernels.hopper_wide import fetch_first, fetch_second, keep, kept
 
 
 @gluon.jit
 def pull_chunks(
     q, k, grad_y, gain, fixed1, fixed2, blend, shares, steps, at, tape,
-    grad_q, grad_blend, grad_shares, grad_steps, grad_gain,
+    grad_q, grad_blends, grad_shares, grad_steps, grad_gain,
     tokens, heads, count, lines, N: gl.constexpr, NORM: gl.constexpr, RESIDUAL: gl.constexpr, BASE: gl.constexpr,
 ):  # fmt: skip
-    """Back through the queries, as `hopper.pull_chunks`."""
+    """Back through the queries, as `hopper_pull.pull_chunks`."""
     chunk, row = gl.program_id(0), gl.program_id(1)
     head = row % heads
     line = row // heads * tokens + chunk * C
@@ -77,8 +81,8 @@ def pull_chunks(
     tma.async_copy_global_to_shared(grad_y, [line, head * C], bar, Y)
     fetch_first(at, tape, fixed1, lines, W1, S1, D1, F1, bars.index(1), spot, head, 0, N, BASE, True)
     fetch_second(at, tape, fixed2, lines, W2, S2, X2, F2, bars.index(2), spot, head, 0, N, BASE, True)
-    t = gl.arange(0, C, layout=ROWS)
-    column = gl.arange(0, C, layout=COLUMNS)
+    t = rows()
+    column = columns()
     share = shares + long * 10 * C + t
     step1 = gl.load(steps + long * 2 * C + column)[None, :]
     step2 = gl.load(steps + (long * 2 + 1) * C + column)[None, :]
@@ -138,7 +142,7 @@ def pull_chunks(
     pull, to_d2 = warpgroup_mma_wait(0, deps=(a, b))
     to_mix = -pull * score2
     square = long * 2 * (C * C) + square_offsets()
-    gl.store(grad_blend + C * C + square, to_mix.to(gl.bfloat16))
+    gl.store(grad_blends + C * C + square, to_mix.to(gl.bfloat16))
     mix = floats(B2)
     gl.store(grad_steps + (long * 2 + 1) * C + column, gl.sum(to_mix * mix, 0))
     put(B2, -pull * mix * step2)
@@ -147,12 +151,13 @@ def pull_chunks(
     put(Y1, to_d2)
     fence_async_shared()
     tma.async_copy_shared_to_global(tape, [(6 * N + 3) * lines + place * C, 0], Y1)
+    tma.store_wait(0)
 
     # slice by slice through the first
     of_share, of_drift, pull, by_weight1, by_surprise1 = zeros(), zeros(), zeros(), zeros(), zeros()
     if BASE:  # what the slices add to rows is summed at once: there are no registers to put it off
         total = zeros()
-        none = gl.full([C], 0.0, gl.float32, layout=ROWS)
+        none = rows(0.0)
         to_share1, to_drift1, to_share2, to_drift2 = none, none, none, none
     for f in range(N):
         here = spot + f * C
@@ -170,10 +175,25 @@ def pull_chunks(
         a = warpgroup_mma(B2, X2, share2 * by_weight + drift2 * by_surprise, is_async=True)
         if BASE:
             a = warpgroup_mma(Y2, flipped(F2), a, is_async=True)
-        back = warpgroup_mma_wait(0, deps=(a,)) * floats(SL.index(f))
-        tma.store_wait(0)
-        put(Y1, back)
+        b = begin(flipped(B2), Q2.index(f))
+        back, to_x2 = warpgroup_mma_wait(0, deps=(a, b))
+        put(Y1, back * floats(SL.index(f)))
+        put(X2, to_x2)
+        a, b = begin(flipped(Q2.index(f)), R2), begin(flipped(Q2.index(f)), D2)
+        if BASE:
+            c = begin(flipped(Q2.index(f)), Y2)
+            to_w2, to_s2, to_b2 = warpgroup_mma_wait(0, deps=(a, b, c))
+            put(F2, less(to_b2, to_w2))
+        else:
+            to_w2, to_s2 = warpgroup_mma_wait(0, deps=(a, b))
+        put(W2, to_w2)
+        put(S2, to_s2)
         fence_async_shared()
+        tma.async_copy_shared_to_global(tape, [(5 * N + 3) * lines + here, 0], X2)
+        tma.async_copy_shared_to_global(tape, [(8 * N + 4) * lines + here, 0], W2)
+        tma.async_copy_shared_to_global(tape, [(9 * N + 4) * lines + here, 0], S2)
+        if BASE:
+            tma.async_copy_shared_to_global(tape, [(11 * N + 4) * lines + here, 0], F2)
         mbarrier.wait(bars.index(1), (N + f) & 1)
         a = warpgroup_mma(Y1, flipped(D1), pull, is_async=True)
         if BASE:
@@ -189,40 +209,34 @@ def pull_chunks(
             b = warpgroup_mma(Y1, flipped(W1), by_weight1, is_async=True)
             c = warpgroup_mma(Y1, flipped(S1), by_surprise1, is_async=True)
             pull, by_weight1, by_surprise1 = warpgroup_mma_wait(0, deps=(a, b, c))
-        a, b, c = begin(flipped(R1), Y1), begin(flipped(B2), Q2.index(f)), begin(flipped(QS), Y1)
-        to_d1, to_x2, to_w1 = warpgroup_mma_wait(0, deps=(a, b, c))
+        tma.store_wait(0)
+        next = f + 1
+        fetch_second(
+            at, tape, fixed2, lines, W2, S2, X2, F2, bars.index(2), spot + next * C, head, next, N, BASE, next < N
+        )
+        a, b, c = begin(flipped(R1), Y1), begin(flipped(QS), Y1), begin(flipped(QF), Y1)
+        to_d1, to_w1, to_s1 = warpgroup_mma_wait(0, deps=(a, b, c))
         put(D1, to_d1)
-        put(X2, to_x2)
         put(W1, to_w1)
-        a, b, c = begin(flipped(QF), Y1), begin(flipped(Q2.index(f)), R2), begin(flipped(Q2.index(f)), D2)
-        to_s1, to_w2, to_s2 = warpgroup_mma_wait(0, deps=(a, b, c))
         put(S1, to_s1)
-        put(W2, to_w2)
-        put(S2, to_s2)
         if BASE:
-            a, b = begin(flipped(Q), Y1), begin(flipped(Q2.index(f)), Y2)
-            to_b1, to_b2 = warpgroup_mma_wait(0, deps=(a, b))
-            put(F1, to_b1 - floats(W1))
-            put(F2, to_b2 - floats(W2))
+            put(F1, product(flipped(Q), Y1) - floats(W1))
         fence_async_shared()
         tma.async_copy_shared_to_global(tape, [(4 * N + 3) * lines + here, 0], D1)
-        tma.async_copy_shared_to_global(tape, [(5 * N + 3) * lines + here, 0], X2)
         tma.async_copy_shared_to_global(tape, [(6 * N + 4) * lines + here, 0], W1)
         tma.async_copy_shared_to_global(tape, [(7 * N + 4) * lines + here, 0], S1)
-        tma.async_copy_shared_to_global(tape, [(8 * N + 4) * lines + here, 0], W2)
-        tma.async_copy_shared_to_global(tape, [(9 * N + 4) * lines + here, 0], S2)
         if BASE:
             tma.async_copy_shared_to_global(tape, [(10 * N + 4) * lines + here, 0], F1)
-            tma.async_copy_shared_to_global(tape, [(11 * N + 4) * lines + here, 0], F2)
         tma.store_wait(0)
-        fetch_second(at, tape, fixed2, lines, W2, S2, X2, F2, bars.index(2), here + C, head, f + 1, N, BASE, f + 1 < N)
-        fetch_first(at, tape, fixed1, lines, W1, S1, D1, F1, bars.index(1), here + C, head, f + 1, N, BASE, f + 1 < N)
+        fetch_first(
+            at, tape, fixed1, lines, W1, S1, D1, F1, bars.index(1), spot + next * C, head, next, N, BASE, next < N
+        )
     if not BASE:
         to_share2, to_drift2 = sums(of_share, of_drift)
     gl.store(grad_shares + (long * 10 + 5) * C + t, to_share2)
     gl.store(grad_shares + (long * 10 + 6) * C + t, to_drift2)
     to_mix = -pull * product(Q, flipped(K))
-    gl.store(grad_blend + square, to_mix.to(gl.bfloat16))
+    gl.store(grad_blends + square, to_mix.to(gl.bfloat16))
     mix = floats(B1)
     gl.store(grad_steps + long * 2 * C + column, gl.sum(to_mix * mix, 0))
     put(B1, -pull * mix * step1)
@@ -288,25 +302,42 @@ def fetch_state(
 def write_chunks_backward(
     k, v, pieces, gain, shares, steps, norms, at, tape, inv_stds, alongs,
     grad_steps, grad_shares, grad_ends, grad_w1, grad_s1, grad_w2, grad_s2, grad_k, grad_v, grad_gain,
-    tokens, heads, count, lines, clip,
+    tokens, heads, count, lines, clip, held,
     N: gl.constexpr, NORM: gl.constexpr, RESIDUAL: gl.constexpr, CLIP: gl.constexpr, BASE: gl.constexpr,
 ):  # fmt: skip
     """As `hopper.write_chunks_backward`, in three passes over the slices of a chunk: what depends on the gradients of
-    the state after it, what leads to the last error, what comes back from there."""
+    the state after it, what leads to the last error, what comes back from there. The tiles of a slice that the last
+    pass has done with hold, for the first pass of the next chunk, what it needs of the state's gradients."""
     row = gl.program_id(0)
     head, start_line, start, first, after = piece_of(pieces, row, heads, tokens, count)
     K, V, D2, UN, PX1, PD2, Z2 = tile(), tile(), tile(), tile(), tile(), tile(), tile()
     A, B, E, F = tile(), tile(), tile(), tile()  # slices of the tape and of the weights, as a pass needs them
-    GW1, GS1, GW2, GS2 = tile(), tile(), tile(), tile()
+    MW1, MW2, GS2 = tile(), tile(), tile()
     E1, Z1, U = tiles(N), tiles(N), tiles(N)
-    MW1, MW2, MS1, MS2, SU1, SU2 = GW1, GW2, V, PX1, UN, PD2  # what the last pass needs, where all has been read
+    MS1, MS2, SU1, SU2 = V, PX1, UN, PD2  # what the last pass needs, where all has been read
+    OW1, OW2 = A, B  # stand-ins where there is no base
+    if BASE:
+        OW1, OW2 = GS2, tile()
     bars = barriers(3)
-    t = gl.arange(0, C, layout=ROWS)
+    t = rows()
     state = row.to(gl.int64) * (C * C * N)
     wide, tall = state + wide_offsets(N), state + square_offsets()
     scale = gain_row(gain, head, NORM)
     to_gain = zeros()
     turn = 0
+    apart = gl.num_programs(0).to(gl.int64) * (C * C * N)
+    held_w1 = held + state
+    held_s1, held_w2, held_s2 = held_w1 + apart, held_w1 + 2 * apart, held_w1 + 3 * apart
+    for f in range(N):
+        to_w1, to_s1 = gl.load(grad_w1 + wide + f * C), gl.load(grad_s1 + wide + f * C)
+        to_w2, to_s2 = gl.load(grad_w2 + tall + f * C * C), gl.load(grad_s2 + tall + f * C * C)
+        store_own(held_w1 + f * C * C, to_w1)
+        store_own(held_s1 + f * C * C, to_s1)
+        store_own(held_w2 + f * C * C, to_w2)
+        store_own(held_s2 + f * C * C, to_s2)
+        put(Z1.index(f), to_w1)
+        put(U.index(f), to_s1)
+        put(E1.index(f), to_w2)
     for back_ in range(after - first):
         place = start + after - 1 - back_
         line = start_line + (after - 1 - back_) * C
@@ -327,46 +358,39 @@ def write_chunks_backward(
         # what depends on the weight and surprise after the chunk
         of_written, of_carried = zeros(), zeros()
         along_w2, along_s2, back_w1, back_s1 = zeros(), zeros(), zeros(), zeros()
-        to_w1, to_s1 = kept(grad_w1 + wide), kept(grad_s1 + wide)
+        to_s2 = load_own(held_s2)
         mbarrier.wait(bars.index(0), back_ & 1)
-        for f in range(N):  # while one matrix is worked on, the gradients of the next come
-            put(GW1, to_w1)
-            put(GS1, to_s1)
-            to_w2, to_s2 = kept(grad_w2 + tall + f * C * C), kept(grad_s2 + tall + f * C * C)
+        for f in range(N):
+            GW1, GS1, GW2 = Z1.index(f), U.index(f), E1.index(f)
+            put(GS2, to_s2)
             fence_async_shared()
             mbarrier.wait(bars.index(1), turn)
             turn = turn ^ 1
             if BASE:
                 tma.async_copy_shared_to_global(tape, [at_pd1 + f * C, 0], GW1)
+                tma.async_copy_shared_to_global(tape, [at_px2 + f * C, 0], GW2)
             a, b = begin(K, GW1), begin(K, GS1)
             c = warpgroup_mma(B, flipped(GW1), back_w1, is_async=True)
             d = warpgroup_mma(B, flipped(GS1), back_s1, is_async=True)
             along_w1, along_s1, back_w1, back_s1 = warpgroup_mma_wait(0, deps=(a, b, c, d))
-            error1 = floats(B)
-            of_written += along_w1 * error1
-            of_carried += along_s1 * error1
-            put(
-                E1.index(f), floats(E) - (written1 * step1)[:, None] * along_w1 - (carried1 * step1)[:, None] * along_s1
-            )
-            put(GW2, to_w2)
-            put(GS2, to_s2)
-            after_f = (f + 1) % N
-            to_w1, to_s1 = kept(grad_w1 + wide + after_f * C), kept(grad_s1 + wide + after_f * C)
-            fence_async_shared()
-            if BASE:
-                tma.async_copy_shared_to_global(tape, [at_px2 + f * C, 0], GW2)
             a, b = begin(D2, flipped(GW2)), begin(D2, flipped(GS2))
             c = warpgroup_mma(A, GW2, along_w2, is_async=True)
             d = warpgroup_mma(A, GS2, along_s2, is_async=True)
+            error1 = floats(B)
+            of_written += along_w1 * error1
+            of_carried += along_s1 * error1
+            to_d1 = floats(E) - (written1 * step1)[:, None] * along_w1 - (carried1 * step1)[:, None] * along_s1
             back_w2, back_s2, along_w2, along_s2 = warpgroup_mma_wait(0, deps=(a, b, c, d))
+            to_s2 = load_own(held_s2 + (f + 1) % N * C * C)
+            if BASE:
+                tma.store_wait(0)
+            put(E1.index(f), to_d1)
             put(U.index(f), floats(F) - (written2 * step2)[:, None] * back_w2 - (carried2 * step2)[:, None] * back_s2)
             next = (f + 1) * C
             fetch_four(
                 tape, tape, tape, tape, A, B, E, F, bars.index(1), at_x2 + next, at_d1 + next, at_pd1 + next,
                 at_px2 + next, f + 1 < N,
             )  # fmt: skip
-            if BASE:
-                tma.store_wait(0)
         at_sl, at_be = (2 * N + 1) * lines + spot, (3 * N + 1) * lines + spot
         net, at_w1, at_w2 = at, spot, 2 * N * lines + spot  # the network's matrices
         if BASE:
@@ -421,7 +445,7 @@ def write_chunks_backward(
         if RESIDUAL:
             to_keys += to_miss
         tma.store_wait(0)
-        fetch_state(at, tape, lines, MW1, MS1, MW2, MS2, SU1, SU2, GS1, GS2, bars.index(2), spot, N, BASE, True)
+        fetch_state(at, tape, lines, MW1, MS1, MW2, MS2, SU1, SU2, OW1, OW2, bars.index(2), spot, N, BASE, True)
 
         # the state before the chunk
         share1, drift1, carry1, share2, drift2, carry2 = last_shares(share)
@@ -429,8 +453,8 @@ def write_chunks_backward(
         for f in range(N):
             mbarrier.wait(bars.index(1), turn)
             turn = turn ^ 1
-            to_w1, to_s1 = kept(grad_w1 + wide + f * C), kept(grad_s1 + wide + f * C)
-            to_w2, to_s2 = kept(grad_w2 + tall + f * C * C), kept(grad_s2 + tall + f * C * C)
+            to_w1, to_s1 = load_own(held_w1 + f * C * C), load_own(held_s1 + f * C * C)
+            to_w2, to_s2 = load_own(held_w2 + f * C * C), load_own(held_s2 + f * C * C)
             to_x2 = floats(U.index(f)) - pull_x2 * floats(B)
             to_x2 = warpgroup_mma(Z2, flipped(F), to_x2)
             put(Z1.index(f), to_x2 * floats(A) + floats(Z1.index(f)))
@@ -439,33 +463,42 @@ def write_chunks_backward(
             mbarrier.wait(bars.index(2), (back_ * N + f) & 1)
             weight1, weight2 = E, F
             if BASE:
-                weight1, weight2 = GS1, GS2
+                weight1, weight2 = OW1, OW2
             a0, a1, a2, a3, a4, a5 = end_shares(
                 floats(weight1), floats(SU1), floats(weight2), floats(SU2), to_w1, to_s1, to_w2, to_s2
             )
             e0, e1, e2, e3, e4, e5 = e0 + a0, e1 + a1, e2 + a2, e3 + a3, e4 + a4, e5 + a5
-            keep(grad_s1 + wide + f * C, carry1 * to_s1 + drift1 * to_w1 + floats(MS1))
-            keep(grad_s2 + tall + f * C * C, carry2 * to_s2 + drift2 * to_w2 + floats(MS2))
+            to_s1 = carry1 * to_s1 + drift1 * to_w1 + floats(MS1)
+            store_own(held_s1 + f * C * C, to_s1)
+            put(U.index(f), to_s1)
+            store_own(held_s2 + f * C * C, carry2 * to_s2 + drift2 * to_w2 + floats(MS2))
             to_w1 = share1 * to_w1 + floats(MW1)
             to_w2 = share2 * to_w2 + floats(MW2)
             b = warpgroup_mma(flipped(K), Z1.index(f), to_w1, is_async=True)
             c = warpgroup_mma(flipped(B), Z2, to_w2, is_async=True)
             c = warpgroup_mma(flipped(E1.index(f)), D2, c, is_async=True)
             to_keys, to_w1, to_w2 = warpgroup_mma_wait(0, deps=(a, b, c))
-            keep(grad_w1 + wide + f * C, to_w1)
-            keep(grad_w2 + tall + f * C * C, to_w2)
+            store_own(held_w1 + f * C * C, to_w1)
+            store_own(held_w2 + f * C * C, to_w2)
+            put(Z1.index(f), to_w1)
+            put(E1.index(f), to_w2)
             next = (f + 1) * C
             fetch_four(
                 tape, tape, net, net, A, B, E, F, bars.index(1), at_sl + next, at_x2 + next, at_w1 + next,
                 at_w2 + next, f + 1 < N,
             )  # fmt: skip
             fetch_state(
-                at, tape, lines, MW1, MS1, MW2, MS2, SU1, SU2, GS1, GS2, bars.index(2), spot + next, N, BASE, f + 1 < N
+                at, tape, lines, MW1, MS1, MW2, MS2, SU1, SU2, OW1, OW2, bars.index(2), spot + next, N, BASE, f + 1 < N
             )
         store_ends(grad_ends + long * 6, e0, e1, e2, e3, e4, e5)
         put(PX1, to_keys)
         fence_async_shared()
         tma.async_copy_shared_to_global(grad_k, [line, head * C], PX1)
     tma.store_wait(0)
+    for f in range(N):
+        gl.store(grad_w1 + wide + f * C, load_own(held_w1 + f * C * C))
+        gl.store(grad_s1 + wide + f * C, load_own(held_s1 + f * C * C))
+        gl.store(grad_w2 + tall + f * C * C, load_own(held_w2 + f * C * C))
+        gl.store(grad_s2 + tall + f * C * C, load_own(held_s2 + f * C * C))
     if NORM:
-        gl.store(grad_gain + row * C + gl.arange(0, C, layout=COLUMNS), gl.sum(to_gain, 0))
+        gl.store(grad_gain + row * C + columns(), gl.sum(to_gain, 0))

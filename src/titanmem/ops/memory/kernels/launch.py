@@ -147,7 +147,8 @@ class Call:
 
     def gate_sizes(self) -> dict[str, Any]:
         names = ("tokens", "heads", "count", "DEPTH", "CHUNK", "RAGGED")
-        more = {"PAIRS": self.pairs, "num_warps": max(1, self.shape.chunk // 64)}
+        full = self.sizes["EVEN"] and self.shape.heads * self.shape.depth % self.pairs == 0
+        more = {"PAIRS": self.pairs, "FULL": full, "num_warps": max(1, self.shape.chunk // 64)}
         return {name: self.sizes[name] for name in names} | more
 
     def gate(self, keep: bool) -> None:
