@@ -38,6 +38,7 @@ def compile_all() -> None:
         hopper_tape,
         hopper_wide,
         hopper_wide_backward,
+        hopper_wide_pull,
     )
     from titanmem.ops.memory.kernels.hopper_tiles import SHARED, WARPS
 
@@ -54,7 +55,7 @@ def compile_all() -> None:
     for slices in (1, 2, 4):
         ahead, back = (hopper, hopper_backward) if slices == 1 else (hopper_wide, hopper_wide_backward)
         many = [ahead.write_chunks, ahead.read_chunks, hopper_tape.retrace_chunks, back.write_chunks_backward]
-        many += [] if slices == 1 else [hopper_wide_backward.pull_chunks]
+        many += [] if slices == 1 else [hopper_wide_pull.pull_chunks]
         kernels += [(kernel, slices, WARPS) for kernel in many]
     for (kernel, slices, warps), base in product(kernels, (False, True)):
         given: dict[str, Any] = {"N": slices, "NORM": True, "RESIDUAL": True, "CLIP": True, "BASE": base}

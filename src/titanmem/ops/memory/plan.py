@@ -192,8 +192,8 @@ _looked: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # all layers of a 
 
 
 def look(starts: Tensor, length: int, ask: Callable[[Tensor, int], Found]) -> Found:
-    """`ask(starts, length)`. The answer is kept: asking a GPU means waiting for it. Tensors of inference mode do not tell
-    whether they have changed."""
+    """`ask(starts, length)`. The answer is kept: asking a GPU means waiting for it. Tensors of inference mode do
+    not tell whether they have changed."""
     if torch.compiler.is_compiling() or starts.is_inference():
         return ask(starts, length)
     known: dict[Any, Found] = _looked.setdefault(starts, {})

@@ -20,6 +20,7 @@ from titanmem.ops.memory.kernels import (
     hopper_tape,
     hopper_wide,
     hopper_wide_backward,
+    hopper_wide_pull,
 )
 from titanmem.ops.memory.kernels.hopper_tiles import SHARED, TILE, WARPS
 from titanmem.ops.memory.kernels.launch import Call, gates_backward, state_and_gain_grads
@@ -216,7 +217,7 @@ def backward(call: Call, grad_y: Tensor, grad_state: list[Tensor], kept: list[Te
             *asked, tiles(grad_blend), *into, **sizes(call) | {"num_warps": hopper_pull.WARPS}
         )
     else:
-        hopper_wide_backward.pull_chunks[grid](*asked, grad_blend, *into, **sizes(call))
+        hopper_wide_pull.pull_chunks[grid](*asked, grad_blend, *into, **sizes(call))
     gw1, gw2, gs1, gs2 = grad_after = end_grads(call, grad_state)
     ends = torch.stack([gw1.flatten(1), gw2.flatten(1)]) if call.base else None
     table, pieces = piece_table(call)
