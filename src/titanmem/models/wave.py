@@ -28,13 +28,15 @@ from titanmem.state import State
 
 @dataclass(frozen=True)
 class Limits:
-    """Of pieces that are worth it."""
+    """Of pieces that are worth it: products of fewer tokens than `shortest`, in all rows, do not fill the machine, and
+    more pieces than `most` are no faster."""
 
-    shortest: int  # tokens of all rows in a piece: products with fewer do not fill the machine
-    most: int  # more are no faster
+    shortest: int
+    most: int
 
 
-TRAINING, READING = Limits(shortest=4096, most=4), Limits(shortest=256, most=8)
+TRAINING = Limits(shortest=4096, most=4)  # measured (docs/performance.md)
+READING = Limits(shortest=256, most=8)  # guesses
 
 
 def pieces_of(blocks: Sequence[Any], x: Tensor) -> int:
