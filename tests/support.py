@@ -111,6 +111,37 @@ def make_problem(
     return Problem(q, k, v, gates, FastWeights(weight, surprise), gain, fixed)
 
 
+class Shuffle:
+    """Channels and hidden units in another order: the same numbers, rounded otherwise. Gates are per head."""
+
+    def __init__(self, problem: Problem, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        sizes = [w.shape[-2] for w in problem.fast.start_weight]
+        orders = [torch.randperm(n, generator=generator) for n in sizes]
+        self.orders = [*orders, orders[0]]
+
+    def vectors(self, x: Tensor) -> Tensor:
+        return x[..., self.orders[0]]
+
+    def matrices(self, xs: Iterable[Tensor], back: bool = False) -> tuple[Tensor, ...]:
+        orders = [order.argsort() for order in self.orders] if back else self.orders
+        return tuple(x[..., i, :][..., o] for x, (i, o) in zip(xs, pairwise(orders), strict=True))
+
+    def fast(self, fast: FastWeights) -> FastWeights:
+        return FastWeights(self.matrices(fast.start_weight), self.matrices(fast.start_surprise))
+
+    def problem(self, problem: Problem) -> Problem:
+        q, k, v = map(self.vectors, (problem.q, problem.k, problem.v))
+        gain = None if problem.gain is None else self.vectors(problem.gain)
+        base = None if problem.base is None else self.matrices(problem.base)
+        return Problem(q, k, v, problem.gates, self.fast(problem.fast), gain, base)
+
+    def back(self, y: Tensor, fast: FastWeights) -> list[Tensor]:
+        """Results as they would be without it."""
+        weight, surprise = (self.matrices(xs, back=True) for xs in (fast.weight, fast.surprise))
+        return [y[..., self.orders[0].argsort()], *weight, *surprise]
+
+
 def solve(
     problem: Problem,
     form: str,
@@ -121,9 +152,14 @@ def solve(
     lengths: Tensor | None = None,
     starts: Tensor | None = None,
     fresh: FastWeights | None = None,
+    shuffle: int | None = None,
 ) -> list[Tensor]:
-    """Outputs, final weight and surprise, and the gradients of a random scalar of them, computed in pieces."""
+    """Outputs, final weight and surprise, and the gradients of a random scalar of them, computed in pieces and, with
+    `shuffle`, in another order of channels."""
     leaves = problem.leaves + ([] if fresh is None else [*fresh.start_weight, *fresh.start_surprise])
+    other = None if shuffle is None else Shuffle(problem, shuffle)
+    if other is not None:
+        problem, fresh = other.problem(problem), fresh and other.fast(fresh)
     fast, outputs = problem.fast, []
     tokens = problem.q.shape[1]
     borders = (0, *cuts, tokens)
@@ -135,7 +171,8 @@ def solve(
                 starts=None if starts is None else starts[:, first:last], fresh=fresh, base=problem.base,
             )  # fmt: skip
             outputs.append(y)
-    results = [torch.cat(outputs, 1), *fast.weight, *fast.surprise]
+    y = torch.cat(outputs, 1)
+    results = [y, *fast.weight, *fast.surprise] if other is None else other.back(y, fast)
     generator = torch.Generator().manual_seed(1)
     upstream = [torch.randn(x.shape, generator=generator).bfloat16() for x in results]  # the same in every dtype
     total = sum((x * given.to(x)).sum() for x, given in zip(results, upstream, strict=True))

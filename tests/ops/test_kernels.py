@@ -44,32 +44,35 @@ def as_type(problem: Problem, dtype: torch.dtype) -> Problem:
 
 
 def errors(found: list[torch.Tensor], expected: list[torch.Tensor]) -> list[float]:
-    return [
-        ((a.double() - b).abs().max() / b.abs().max().clamp(min=1e-12)).item()
-        for a, b in zip(found, expected, strict=True)
-    ]
+    """‖found − expected‖ / ‖expected‖ of every tensor."""
+    pairs = zip(found, expected, strict=True)
+    return [((a.double() - b).norm() / b.norm().clamp(min=1e-12)).item() for a, b in pairs]
 
 
 def check(dtype: torch.dtype = torch.float32, chunk_len: int = 16, fresh: bool = False, how=None, **shape) -> None:
-    """Outputs, final state and every gradient: at most twice plain torch's error, both against float64."""
+    """Outputs, final state and every gradient: at most twice plain torch's error, both against float64.
+
+    Plain torch's error in float32 depends on how sums happen to be rounded, which a single token can blow up tenfold:
+    it is the largest of sixteen orders of channels and hidden units, which compute the same. In 16 bits operands are
+    rounded, in any order alike."""
     how = {name: x.to(DEVICE) if isinstance(x, torch.Tensor) else x for name, x in (how or {}).items()}
     problem = make_problem(**shape)
     rounded = as_type(problem, dtype)
-    begin = None
-    if fresh:
-        begin = make_problem(**{**shape, "batch": 1, "seed": 5}).fast
-    results = []
-    for kind, form in ((torch.float64, "chunked"), (dtype, "chunked"), (dtype, "triton")):
-        given = as_type(rounded, kind)
+    begin = make_problem(**{**shape, "batch": 1, "seed": 5}).fast if fresh else None
+
+    def solved(kind: torch.dtype, form: str, shuffle: int | None = None) -> list[torch.Tensor]:
         state = torch.promote_types(kind, torch.float32)
         start = begin and FastWeights(
             *(tuple(x.detach().to(DEVICE, state).requires_grad_() for x in xs)
               for xs in (begin.start_weight, begin.start_surprise))
         )  # fmt: skip
-        results.append(solve(given, form, chunk_len, fresh=start, **how))
-    exact, plain, kernel = results
-    floor = 16 * torch.finfo(dtype).eps
-    for index, (a, b) in enumerate(zip(errors(kernel, exact), errors(plain, exact), strict=True)):
+        return solve(as_type(rounded, kind), form, chunk_len, fresh=start, shuffle=shuffle, **how)
+
+    exact = solved(torch.float64, "chunked")
+    orders = range(16 if dtype == torch.float32 else 1)
+    plain = [max(one) for one in zip(*(errors(solved(dtype, "chunked", i), exact) for i in orders), strict=True)]
+    floor = max(torch.finfo(dtype).eps / 8, torch.finfo(torch.float32).eps)
+    for index, (a, b) in enumerate(zip(errors(solved(dtype, "triton"), exact), plain, strict=True)):
         assert a <= 2 * b + floor, f"tensor {index}: error {a:.1e}, plain torch {b:.1e}"
 
 
@@ -114,8 +117,7 @@ def test_on_a_base_with_whole_chunks_longer_than_a_tile():
 
 
 def test_pieces_that_end_inside_a_chunk():
-    """Not with seed 0: there one of plain torch's gradients is five times as exact as its others, on some CPUs."""
-    check(tokens=60, width=16, hidden=16, seed=2, how={"cuts": (5, 32)})
+    check(tokens=60, width=16, hidden=16, how={"cuts": (5, 32)})
 
 
 @pytest.mark.parametrize(("depth", "hidden", "base"), [(1, 16, True), (2, 16, False), (2, 70, True)])
