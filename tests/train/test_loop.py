@@ -40,6 +40,13 @@ def test_ranks_change_nothing_but_rounding(corpus, tmp_path, mode, world):
     assert many == pytest.approx(one, rel=1e-5)
 
 
+def test_a_sharded_recurrent_memory_goes_on_from_row_to_row(corpus, tmp_path):
+    config = small_config(corpus, "rmt", **{"data.carry": True, "model.memory_tokens": 2})
+    whole = losses_of(config, tmp_path / "whole")
+    sharded = losses_of(config.change({"parallel.mode": "fsdp"}), tmp_path / "sharded")
+    assert sharded == pytest.approx(whole, rel=1e-5)
+
+
 def test_accumulation_and_recomputation_change_nothing_but_rounding(corpus, tmp_path):
     whole = losses_of(small_config(corpus, micro_rows=4), tmp_path / "a")
     parts = losses_of(small_config(corpus, micro_rows=1, **{"parallel.recompute": True}), tmp_path / "b")

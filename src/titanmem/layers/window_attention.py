@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
@@ -50,9 +52,10 @@ class WindowAttention(nn.Module):
         """Nothing seen yet."""
         weight = self.qkv.weight
         width = weight.shape[1] // self.num_heads
-        empty = weight.new_zeros(batch, 0, self.num_heads, width)
+        kind: dict[str, Any] = {"dtype": weight.dtype, "device": weight.device}  # a sharded weight makes sharded zeros
+        empty = torch.zeros(batch, 0, self.num_heads, width, **kind)
         position = torch.zeros(batch, dtype=torch.int64, device=weight.device)
-        conv = None if self.conv is None else ConvState(weight.new_zeros(batch, len(self.conv) - 1, len(weight)))
+        conv = None if self.conv is None else ConvState(torch.zeros(batch, len(self.conv) - 1, len(weight), **kind))
         return WindowState(empty, empty.clone(), position, conv)
 
     def prefix(self, tokens: Tensor | None) -> Prefix | None:
