@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from support import small_model
+from titanmem.bench import selfcheck
 from titanmem.cli import main
+from titanmem.ops.backend import machine
 
 
 def test_doctor_says_which_form_runs(capsys):
@@ -13,6 +17,26 @@ def test_doctor_says_which_form_runs(capsys):
     text = capsys.readouterr().out
     assert "chunked: exact parallel form" in text
     assert "sdpa" in text
+
+
+@pytest.mark.skipif(machine() is not None, reason=str(machine()))
+def test_doctor_checks_the_kernels_and_finds_wrong_ones(capsys, monkeypatch):
+    name, config = list(selfcheck.small_models(chunk_len=16, width=16))[1]
+    few = [(name, replace(config, num_layers=1))]
+    monkeypatch.setattr(selfcheck, "small_models", lambda: iter(few))
+    monkeypatch.setattr(selfcheck, "KERNELS", {"memory": "triton"})
+    assert main(["doctor", "--check"]) == 0
+    assert "  right  lmm, hidden 1×, forgets to start: error " in capsys.readouterr().out
+
+    from titanmem.ops.memory.kernels.launch import Call
+
+    whole = Call.read
+    monkeypatch.setattr(Call, "read", lambda call, keep: 1.001 * whole(call, keep))
+    assert main(["doctor", "--check"]) == 1
+    assert "  WRONG  lmm, hidden 1×, forgets to start: error " in capsys.readouterr().out
+    monkeypatch.setattr(Call, "read", lambda call, keep: whole(call))
+    assert main(["doctor", "--check"]) == 1
+    assert "  WRONG  lmm, hidden 1×, forgets to start: TypeError: " in capsys.readouterr().out
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""`titanmem doctor`: what this machine can run, which form of each operation it picks, and why."""
+"""`titanmem doctor`: what this machine can run, which form of each operation it picks, and why; whether it is right."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import platform
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """None."""
+    parser.add_argument(
+        "--check", action="store_true", help="also train small models a step and compare with float64 (a minute)"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -51,4 +53,22 @@ def run(arguments: argparse.Namespace) -> int:
                 line("", f"also {other}: {about_form}")
     trouble = machine()
     line("kernels", f"cannot run here: {trouble}" if trouble else 'can run here: titanmem.backend(memory="triton")')
-    return 0
+    return check() if arguments.check else 0
+
+
+def check() -> int:
+    """Every variant beside the token loop in float64."""
+    import torch
+
+    from titanmem.bench.selfcheck import check_models, small_models
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    print(f"gradients of small models on {device.type}, beside the token loop in float64")
+    right = True
+    for found in check_models(device, small_models()):
+        beside = found.trouble or f"error {found.error:.1e}, plain torch {found.plain:.1e}"
+        print(f"  {'right' if found.right else 'WRONG'}  {found.name}: {beside}", flush=True)
+        right = right and found.right
+    if not right:
+        print("these run in plain torch: with titanmem.backend(memory='chunked', streams='torch', loss='torch'): ...")
+    return 0 if right else 1
