@@ -76,7 +76,7 @@ def test_thirty_two_sessions_at_random_places_answer_as_each_alone(case):
     draw = random.Random(0)
     texts = [bytes(draw.choices(range(97, 123), k=draw.randint(1, 30))).decode() for _ in range(32)]
     lengths = [draw.randint(3, 30) for _ in texts]
-    waits = [draw.random() * 0.3 for _ in texts]
+    waits = [draw.random() * 0.1 for _ in texts]
 
     def talk(session: Session, number: int, wait: float = 0.0) -> Answer:
         session.append(texts[number])
