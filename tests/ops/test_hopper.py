@@ -1,96 +1,98 @@
-"""The Hopper kernels: without such a GPU, that they compile for one and fit into its shared memory; with one, that they
-are as exact as plain torch in bf16."""
+"""The Hopper kernels: that they compile for such a GPU and fit into its shared memory, and that they are as exact as
+plain torch in bf16, on a GPU or, where there is none, in the emulator."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from itertools import product
+from tempfile import NamedTemporaryFile
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
+import titanmem
 from ops.test_kernels import DEVICE, check
 from support import without_interpreter
 from titanmem.bench.ops import MemoryCase, MemoryProblem
 from titanmem.ops import backend
-from titanmem.ops.memory import Gates, memory
+from titanmem.ops.memory import Gates, memory, support
 from titanmem.state import FastWeights
 
 SHARED_MEMORY = 232_448  # bytes that one program can have on an H100 or H200
-INTEGERS = {"pieces"}
-BF16 = {"grad_blends"}
-COUNTS = {"tokens", "heads", "count", "lines"}
-TILES = {"q", "k", "v", "y", "at", "tape", "blend", "fixed1", "fixed2", "grad_y", "grad_q", "grad_k"}
-TILES |= {"grad_v", "grad_blend"}
-BASES = {"base1", "base2", "fixed1", "fixed2"}
 
 
 def compile_all() -> None:
-    """Every kernel for compute capability 9.0; prints its name, slices, base and bytes of shared memory."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.experimental.gluon._runtime import GluonASTSource
+    """Every kernel for compute capability 9.0; prints what the test wants to know."""
+    from titanmem.ops.memory.kernels.machine_code import machine_code
 
-    from titanmem.ops.memory.kernels import (
-        hopper,
-        hopper_backward,
-        hopper_pull,
-        hopper_tape,
-        hopper_wide,
-        hopper_wide_backward,
-        hopper_wide_pull,
-    )
-    from titanmem.ops.memory.kernels.hopper_tiles import SHARED, WARPS
-
-    def kind(name: str) -> str:
-        if name in TILES:
-            return f"tensordesc<bf16[64, 64],{SHARED!r}>"
-        if name in COUNTS:
-            return "i32"
-        if name in INTEGERS:
-            return "*i32"
-        return "fp32" if name == "clip" else "*bf16" if name in BF16 else "*fp32"
-
-    kernels = [(hopper_pull.pull_chunks, 1, hopper_pull.WARPS)]
-    for slices in (1, 2, 4):
-        ahead, back = (hopper, hopper_backward) if slices == 1 else (hopper_wide, hopper_wide_backward)
-        many = [ahead.write_chunks, ahead.read_chunks, hopper_tape.retrace_chunks, back.write_chunks_backward]
-        many += [] if slices == 1 else [hopper_wide_pull.pull_chunks]
-        kernels += [(kernel, slices, WARPS) for kernel in many]
-    for (kernel, slices, warps), base in product(kernels, (False, True)):
-        given: dict[str, Any] = {"N": slices, "NORM": True, "RESIDUAL": True, "CLIP": True, "BASE": base}
-        given |= {} if base else dict.fromkeys(BASES)
-        names = kernel.arg_names
-        types = {name: "constexpr" if name in given else kind(name) for name in names}
-        constants = {(i,): given[name] for i, name in enumerate(names) if name in given}
-        aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if types[name].startswith("*")}
-        source = GluonASTSource(kernel, types, constants, aligned)
-        built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
-        assert "wgmma" in built.asm["ptx"]
-        if kernel is hopper_pull.pull_chunks:
-            assert_nothing_goes_out_where_sums_are_made(built.asm["ptx"])
-        print("compiled", kernel.__name__, slices, base, built.metadata.shared)
+    for code, built in machine_code():
+        assert code.products, code
+        print("compiled", code.kernel, code.shared, len(shared_with_busy_tiles(built)))
 
 
-def assert_nothing_goes_out_where_sums_are_made(ptx: str) -> None:
-    """A tile's room is free after its last use, also while it is being copied out: sums of a program may lie there."""
-    going_out = False
-    for line in ptx.splitlines():
-        if "cp.async.bulk.tensor" in line and "global.shared" in line:
-            going_out = True
-        elif "cp.async.bulk.wait_group.read" in line:
-            going_out = False
-        assert not (going_out and "st.shared" in line), line
+def shared_with_busy_tiles(built: Any) -> list[str]:
+    """Operations whose room in shared memory is also that of a tile which is going out or being multiplied. To Gluon a
+    tile's room is free after its last use, also while the copy engine or the tensor cores still read it."""
+    from triton._C.libtriton import ir, nvidia
+
+    context = ir.context()
+    ir.load_dialects(context)
+    nvidia.load_dialects(context)
+    with NamedTemporaryFile("w", suffix=".ttgir") as file:
+        file.write(built.asm["ttgir"])
+        file.flush()
+        module = ir.parse_mlir_module(file.name, context)
+    passes = ir.pass_manager(context)
+    nvidia.passes.ttgpuir.add_allocate_shared_memory_nv(passes, 90, 83)
+    passes.run(module, "allocate")
+
+    rooms: dict[str, range] = {}
+    leaving: list[range] = []
+    multiplied: list[range] = []
+    found: list[str] = []
+
+    def overlap(a: range, b: range) -> bool:
+        return a.start < b.stop and b.start < a.stop
+
+    for line in str(module).splitlines():
+        name = line.split(" = ")[0].strip().split(":")[0]
+        place = re.search(r"allocation.offset = (\d+)", line)
+        if "local_alloc" in line and place:
+            many = re.search(r"memdesc<(?:(\d+)x)?64x64x", line)
+            rooms[name] = range(int(place[1]), int(place[1]) + (2 * 64 * 64 * int(many[1] or 1) if many else 64))
+            found += [line for busy in leaving + multiplied if overlap(rooms[name], busy)]
+        elif view := re.search(r"memdesc_(?:index|trans) (%\w+)", line):
+            rooms[name] = rooms[view[1]]
+        elif "async_tma_copy_local_to_global" in line:
+            leaving.append(rooms[line.split("] ")[1].split()[0]])
+        elif left := re.search(r"async_tma_store_wait {pendings = (\d+)", line):
+            del leaving[: max(0, len(leaving) - int(left[1]))]
+        elif "warp_group_dot_wait" in line:
+            assert "pendings = 0" in line
+            multiplied.clear()
+        elif "warp_group_dot " in line:
+            multiplied += [rooms[x] for x in re.findall(r"%\w+", line.split("dot ")[1]) if x in rooms]
+        elif place:
+            scratch = range(int(place[1]), int(place[1]) + 4096)  # sums take no more
+            found += [line for busy in leaving + multiplied if overlap(scratch, busy)]
+    assert rooms
+    return found
 
 
 def test_kernels_compile_for_hopper_and_fit_its_shared_memory():
     pytest.importorskip("triton.experimental.gluon")
     lines = without_interpreter("from ops.test_hopper import compile_all; compile_all()")
-    sizes = {tuple(line.split()[1:-1]): int(line.split()[-1]) for line in lines if line.startswith("compiled")}
-    assert len(sizes) == 30
-    assert max(sizes.values()) <= SHARED_MEMORY
-    for base in ("False", "True"):  # two of these at a time, each with 1,024 bytes that are not its own
-        assert 2 * (sizes["pull_chunks", "1", base] + 1024) <= SHARED_MEMORY + 1024
+    compiled = [line.split()[1:] for line in lines if line.startswith("compiled")]
+    assert len(compiled) == 30
+    for kernel, shared, with_busy_tiles in compiled:
+        assert int(shared) <= SHARED_MEMORY
+        if kernel in ("read_chunks", "pull_chunks"):  # two at a time, and 1,024 bytes for each of them
+            assert 2 * (int(shared) + 1024) <= SHARED_MEMORY + 1024
+        assert int(with_busy_tiles) == 0, kernel
 
 
 @pytest.mark.skipif(backend.machine() is not None, reason=str(backend.machine()))
@@ -102,17 +104,19 @@ def test_base_gradient_of_a_tape(slices):
     heads, count, pieces = 2, 10, [[0, 0, 10], [1, 1, 10], [1, 0, 1]]
     generator = torch.Generator().manual_seed(0)
     many = lambda *shape: torch.randn(shape, generator=generator).to(DEVICE)
-    parts = many(14 * slices + 4, 2 * heads * count * 64 * 64).bfloat16()
+    kinds = 14 * slices + 4
+    tape = many(2, heads, count, kinds, 64, 64).bfloat16()
     shares, before, after = many(2, heads, count, 2, 5, 64), *many(2, 2, len(pieces) * heads, slices * 64 * 64)
     totals = after.clone()
     sum_chunks[(len(pieces) * heads, 2 * slices * 4)](
-        parts, shares, torch.tensor(pieces, dtype=torch.int32, device=DEVICE), *before, totals,
-        heads, count, 2 * heads * count * 64, N=slices, TILE=64, PART=1024, STEP=8,
+        tape, shares, torch.tensor(pieces, dtype=torch.int32, device=DEVICE), *before, totals,
+        heads, count, kinds, N=slices, TILE=64, PART=1024, STEP=8,
     )  # fmt: skip
     for matrix, head, (piece, (row, first, last)) in product((0, 1), range(heads), enumerate(pieces)):
         chunks = row, head, slice(first, last)
-        kinds = (parts[kind + matrix * slices :][:slices].double() for kind in (4 * slices + 3, 10 * slices + 4))
-        grads, reads = (x.view(2, heads, count, slices, 64, 64)[chunks] for x in kinds)
+        grads, reads = (
+            tape[chunks][:, kind + matrix * slices :][:, :slices].double() for kind in (4 * slices + 3, 10 * slices + 4)
+        )
         share = shares[chunks][:, matrix, 0, -1].double()
         total = (grads * (1 - share)[:, None, None, None] + reads).sum(0)
         total = (total.transpose(0, 1) if matrix == 0 else total).flatten()
@@ -120,40 +124,60 @@ def test_base_gradient_of_a_tape(slices):
         torch.testing.assert_close(totals[at].double(), total + (before - after)[at], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.skipif(not backend.hopper(), reason="needs a Hopper GPU")
-@pytest.mark.parametrize("base", [False, True], ids=["to zero", "to the start"])
+@contextmanager
+def on_this_machine(without: str = "") -> Iterator[type[Exception]]:
+    """The kernels run here in the emulator, which raises this where they may compute something else on a GPU."""
+    pytest.importorskip("triton.experimental.gluon")
+    from emulator import Race, emulated
+    from titanmem.ops.memory.kernels import (
+        hopper,
+        hopper_backward,
+        hopper_pull,
+        hopper_tape,
+        hopper_wide,
+        hopper_wide_backward,
+    )
+
+    modules = hopper, hopper_backward, hopper_pull, hopper_tape, hopper_wide, hopper_wide_backward
+    with emulated(*modules, without=without), patch.object(support, "on_hopper", lambda q: True):
+        yield Race
+
+
+@pytest.fixture
+def kernels() -> Iterator[None]:
+    """They run, wherever the tests do."""
+    with nullcontext() if backend.hopper() else on_this_machine():
+        yield
+
+
+BARE = {"residual": False, "clip": 0.0}
+BASE = pytest.mark.parametrize("base", [False, True], ids=["to zero", "to the start"])
+
+
+@BASE
 @pytest.mark.parametrize("hidden", [64, 128, 256])
-@pytest.mark.parametrize("how", [{}, {"residual": False, "clip": 0.0}], ids=["default", "bare"])
-def test_as_exact_as_plain_torch(hidden, how, base):
-    check(torch.bfloat16, 64, tokens=192, width=64, hidden=hidden, norm=not how, base=base, how=how)
+@pytest.mark.parametrize("how", [{}, BARE], ids=["default", "bare"])
+def test_as_exact_as_plain_torch(kernels, hidden, how, base):
+    check(torch.bfloat16, 64, batch=1, tokens=192, width=64, hidden=hidden, norm=not how, base=base, how=how)
 
 
-@pytest.mark.skipif(not backend.hopper(), reason="needs a Hopper GPU")
-@pytest.mark.parametrize("base", [False, True], ids=["to zero", "to the start"])
+@BASE
 @pytest.mark.parametrize("hidden", [64, 128, 256])
-def test_documents_on_chunk_borders(hidden, base):
-    starts = torch.zeros(3, 320, dtype=torch.bool)
-    starts[0, 64] = starts[0, 256] = starts[1, 0] = starts[1, 192] = True
-    shape = dict(batch=3, tokens=320, width=64, hidden=hidden, base=base)
-    check(torch.bfloat16, 64, fresh=True, how={"starts": starts}, **shape)
+def test_documents_on_chunk_borders(kernels, hidden, base):
+    starts = torch.zeros(2, 256, dtype=torch.bool)
+    starts[0, 64] = starts[0, 192] = starts[1, 0] = True
+    check(
+        torch.bfloat16, 64, fresh=True, how={"starts": starts}, heads=1, tokens=256, width=64, hidden=hidden, base=base
+    )
 
 
-@pytest.mark.skipif(not backend.hopper(), reason="needs a Hopper GPU")
-def test_whole_chunks_and_what_is_left():
-    check(torch.bfloat16, 64, tokens=150, width=64, hidden=64)
-    check(torch.bfloat16, 64, tokens=200, width=64, hidden=64, how={"cuts": (70, 135)})
-    check(torch.bfloat16, 64, tokens=150, width=64, hidden=128, base=True)
+def test_gates_of_exactly_zero_and_one(kernels):
+    check(torch.bfloat16, 64, batch=1, tokens=128, width=64, hidden=64, extreme=True)
 
 
-@pytest.mark.skipif(not backend.hopper(), reason="needs a Hopper GPU")
-def test_gates_of_exactly_zero_and_one():
-    check(torch.bfloat16, 64, tokens=192, width=64, hidden=64, extreme=True)
-
-
-@pytest.mark.skipif(not backend.hopper(), reason="needs a Hopper GPU")
-@pytest.mark.parametrize("base", [False, True], ids=["to zero", "to the start"])
-def test_compiled_as_launched(base):
-    problem = MemoryProblem(MemoryCase(2, 128, heads=2, base=base), DEVICE)
+@BASE
+def test_compiled_as_launched(kernels, base):
+    problem = MemoryProblem(MemoryCase(2, 128, heads=2, base=base), torch.device(DEVICE))
 
     def run(leaves):
         q, k, v, *rest = leaves
@@ -164,8 +188,25 @@ def test_compiled_as_launched(base):
 
     def grads(run):
         leaves = problem.leaves(torch.bfloat16)
-        y = run(leaves)
+        with titanmem.backend(memory="triton"):
+            y = run(leaves)
         return [y, *torch.autograd.grad(y, leaves, torch.ones_like(y))]
 
-    for one, other in zip(grads(run), grads(torch.compile(run, fullgraph=True)), strict=True):
+    compiled = torch.compile(run, fullgraph=True, backend="inductor" if backend.hopper() else "aot_eager")
+    for one, other in zip(grads(run), grads(compiled), strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.skipif(backend.hopper(), reason="the emulator is for other machines")
+@pytest.mark.parametrize("call", ["fence_async_shared", "mbarrier.wait", "tma.store_wait"])
+@pytest.mark.parametrize("hidden", [64, 128])
+def test_the_emulator_refuses_kernels_that_do_not_wait(call, hidden):
+    with on_this_machine(without=call) as race, pytest.raises(race):
+        check(torch.bfloat16, 64, batch=1, heads=1, tokens=128, width=64, hidden=hidden)
+
+
+@pytest.mark.skipif(not backend.hopper(), reason="what is left of a chunk needs a GPU in bf16")
+def test_whole_chunks_and_what_is_left():
+    check(torch.bfloat16, 64, tokens=150, width=64, hidden=64)
+    check(torch.bfloat16, 64, tokens=200, width=64, hidden=64, how={"cuts": (70, 135)})
+    check(torch.bfloat16, 64, tokens=150, width=64, hidden=128, base=True)

@@ -164,6 +164,8 @@ def _(
         rows = batch * heads
         out.append(q.new_empty(rows, tokens, 4 * state[0].shape[-1]))
         out += [state[0].new_empty(rows, count, 2, size, chunk_len) for size in (1, 2)]
+        out += [q.new_empty(q.shape) for _ in range(1 if gain is None else 2)]
+        out += [] if gain is None else [state[0].new_empty(rows, tokens, 1)]
     return out
 
 

@@ -15,6 +15,7 @@ from titanmem.state import FastWeights
 MOST_CHUNKS = 512  # of one launch without gradients: the states of all of them are written out
 WIDEST = 128  # of a head
 HIDDEN = 1024
+MOST_ROWS = 65_535  # sequences times heads: programs along a grid's second axis
 
 
 def why_not(q: Tensor, channels: bool, weight: Sequence[Tensor], chunk_len: int) -> str | None:
@@ -34,15 +35,22 @@ def why_not(q: Tensor, channels: bool, weight: Sequence[Tensor], chunk_len: int)
         return (
             f"heads are {q.shape[-1]} wide with {weight[0].shape[-1]} hidden units, at most {WIDEST} and {HIDDEN} fit"
         )
+    if q.shape[0] * q.shape[2] > MOST_ROWS:
+        return f"{q.shape[0]:,} sequences of {q.shape[2]} heads are more than {MOST_ROWS:,} rows"
     if q.dtype not in (torch.float32, torch.bfloat16, torch.float16) or weight[0].dtype != torch.float32:
         return f"{q.dtype} with a state of {weight[0].dtype}: the kernels take float32 or 16 bits with a float32 state"
     return None
 
 
+def on_hopper(q: Tensor) -> bool:
+    """Whether a tensor is where the Hopper kernels run."""
+    return q.is_cuda and backend.hopper()
+
+
 def square_tiles(q: Tensor, weight: Sequence[Tensor], chunk_len: int) -> bool:
     """Whether the Hopper kernels are made for a memory: all its tiles are 64 × 64."""
     square = len(weight) == 2 and chunk_len == q.shape[-1] == 64 and weight[0].shape[-1] in (64, 128, 256)
-    return square and q.dtype == torch.bfloat16 and q.is_cuda and backend.hopper()
+    return square and q.dtype == torch.bfloat16 and on_hopper(q)
 
 
 def whole_tiles(q: Tensor, weight: Sequence[Tensor], chunk_len: int, lengths: Tensor | None) -> bool:
@@ -51,8 +59,9 @@ def whole_tiles(q: Tensor, weight: Sequence[Tensor], chunk_len: int, lengths: Te
 
 
 def keeps_states(starts: Tensor | None) -> bool:
-    """Whether the Hopper kernels keep the state at every chunk's start: as much memory as q, k, v and y for each 64
-    hidden units. Not where documents begin: whether on chunk borders is unknown while a call is compiled."""
+    """Whether the Hopper kernels keep the state at every chunk's start, as much memory as q, k, v and y for each 64
+    hidden units, and as much as two of these of the reads. Not where documents begin: whether on chunk borders is
+    unknown while a call is compiled."""
     return starts is None
 
 

@@ -1,8 +1,9 @@
 """Gates → the coefficients of every chunk at once, and back (docs/math.md, equations 10–13 and 26–28).
 
-Both kernels walk the chunk's tokens one by one with whole rows of the small matrices in registers: products of gates
-are taken directly, so gates of exactly 0 and 1 are exact. A program holds several (head, matrix) pairs, which lie side
-by side in memory. What a few tokens need is loaded at once: one by one, the kernels would do little but wait for it.
+What is one number a token is a scan over the chunk. For the small matrices both kernels walk the tokens one by one with
+whole rows in registers. Either way products of gates are taken directly, so gates of exactly 0 and 1 are exact. A
+program holds several (head, matrix) pairs, which lie side by side in memory. What a few tokens need is loaded at once:
+one by one, the kernels would do little but wait for it.
 """
 
 from __future__ import annotations
@@ -10,8 +11,28 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+PAIRS = 4  # of a program
+PAIRS_BACK = 2  # of one on the way back
 AHEAD = tl.constexpr(16)  # tokens whose gates are loaded at once
-BACK = tl.constexpr(4)  # tokens whose rows are, on the way back
+BACK = tl.constexpr(8)  # tokens whose rows are, on the way back; every BACKth row of N is kept for it
+
+
+@triton.jit
+def then(share0, carry0, drift0, share1, carry1, drift1):
+    """Two stretches of tokens as one. Each takes a weight to share · weight + drift · surprise, and a surprise to
+    carry · surprise."""
+    return share1 * share0, carry1 * carry0, drift1 * carry0 + share1 * drift0
+
+
+@triton.jit
+def add_two(keep0, x0, z0, keep1, x1, z1):
+    """Two sums that fade alike, over two stretches of tokens."""
+    return keep1 * keep0, keep1 * x0 + x1, keep1 * z0 + z1
+
+
+@triton.jit
+def add_one(keep0, x0, keep1, x1):
+    return keep1 * keep0, keep1 * x0 + x1
 
 
 @triton.jit
@@ -22,7 +43,8 @@ def gate_rows(
     KEEP: tl.constexpr,
 ):  # fmt: skip
     """blend [N, count, L, C, C] = A V N; shares [N, count, L, 5, C] = β, f, m and the last rows of N and of blend; with
-    KEEP also carry_to = N. momentum and forget are [B, T, H, L]; FULL: no chunk and no program has room to spare."""
+    KEEP also carry_to [N, count, L, C / BACK, C], every BACKth row of N. momentum and forget are [B, T, H, L]; FULL: no
+    chunk and no program has room to spare."""
     chunk, batch = tl.program_id(0), tl.program_id(1)
     pair = tl.program_id(2) * PAIRS + tl.arange(0, PAIRS)[:, None]
     inside = pair < heads * DEPTH
@@ -30,44 +52,39 @@ def gate_rows(
     column = tl.arange(0, CHUNK)[None, :]
     place = ((batch * heads + pair // DEPTH).to(tl.int64) * count + chunk) * DEPTH + pair % DEPTH
     squares = place * CHUNK * CHUNK + column
-    vectors = shares + place * 5 * CHUNK
+    vectors = shares + place * 5 * CHUNK + column
+    gates = (batch * tokens + chunk * CHUNK).to(tl.int64) * heads * DEPTH + pair
+
+    real = inside & (chunk * CHUNK + column < length)
+    eta, alpha = load_gates(momentum, forget, gates + column * heads * DEPTH, real, FULL)
+    share, carry, drift = tl.associative_scan((1.0 - alpha, eta, tl.where(real, eta, 0.0)), 1, then)
+    store(vectors, share, inside, FULL)
+    store(vectors + CHUNK, drift, inside, FULL)
+    store(vectors + 2 * CHUNK, carry, inside, FULL)
 
     carried = tl.zeros([PAIRS, CHUNK], tl.float32)
     written = carried
-    share = tl.full([PAIRS, 1], 1.0, tl.float32)
-    drift = tl.zeros([PAIRS, 1], tl.float32)
-    carry = tl.full([PAIRS, 1], 1.0, tl.float32)
     for first in range(0, CHUNK, AHEAD):
-        begin = chunk * CHUNK + first
-        gates = (batch * tokens + begin).to(tl.int64) * heads * DEPTH + pair
         etas, alphas = (), ()
         for ahead in tl.static_range(AHEAD):
-            real = inside & (begin + ahead < length)
-            eta, alpha = load_gates(momentum, forget, gates + ahead * heads * DEPTH, real, FULL)
-            etas += (eta,)
-            alphas += (alpha,)
+            t = first + ahead
+            there = inside & (chunk * CHUNK + t < length)
+            found = load_gates(momentum, forget, gates + t * heads * DEPTH, there, FULL)
+            etas += (found[0],)
+            alphas += (found[1],)
         for ahead in tl.static_range(AHEAD):
             t = first + ahead
-            eta, keep = etas[ahead], 1.0 - alphas[ahead]
-            carried = tl.where(column - first == ahead, 1.0, eta * carried)
-            carry = eta * carry
-            share = keep * share
-            drift, written = keep * drift, keep * written
+            carried = tl.where(column - first == ahead, 1.0, etas[ahead] * carried)
+            written = (1.0 - alphas[ahead]) * written
             if FULL:
-                drift += carry
                 written += carried
             else:
-                real = inside & (begin + ahead < length)
-                drift += tl.where(real, carry, 0.0)
-                written += tl.where(real, carried, 0.0)
+                written += tl.where(inside & (chunk * CHUNK + t < length), carried, 0.0)
             store(blend + squares + t * CHUNK, written, inside, FULL)
-            if KEEP:
-                store(carry_to + squares + t * CHUNK, carried, inside, FULL)
-            store(vectors + t, share, inside, FULL)
-            store(vectors + t + CHUNK, drift, inside, FULL)
-            store(vectors + t + 2 * CHUNK, carry, inside, FULL)
-    store(vectors + column + 3 * CHUNK, carried, inside, FULL)
-    store(vectors + column + 4 * CHUNK, written, inside, FULL)
+            if KEEP and (AHEAD - 1 - ahead) % BACK == 0:
+                store(carry_to + place * (CHUNK // BACK) * CHUNK + t // BACK * CHUNK + column, carried, inside, FULL)
+    store(vectors + 3 * CHUNK, carried, inside, FULL)
+    store(vectors + 4 * CHUNK, written, inside, FULL)
 
 
 @triton.jit
@@ -95,9 +112,11 @@ def gate_rows_backward(
     grad_momentum, grad_forget,
     tokens, heads, count,
     DEPTH: tl.constexpr, CHUNK: tl.constexpr, PAIRS: tl.constexpr, RAGGED: tl.constexpr, FULL: tl.constexpr,
+    ENDS: tl.constexpr,
 ):  # fmt: skip
     """From the gradients of G = blend · diag(step) [N, count, L, C, C], of shares [N, count, L, 5, C] (β, f, nothing,
-    the last rows of N · diag(step) and of G) and of the last β, f and m [N, count, L, 3] to those of the gates.
+    the last rows of N · diag(step) and of G) and of the last β, f and m [N, count, L, 3, ENDS], in parts that are yet
+    to be summed, to those of the gates.
 
     step [N, count, L, C] is clipped. Totals of rows are those of blend and N: times step."""
     chunk, batch = tl.program_id(0), tl.program_id(1)
@@ -107,57 +126,68 @@ def gate_rows_backward(
     column = tl.arange(0, CHUNK)[None, :]
     place = ((batch * heads + pair // DEPTH).to(tl.int64) * count + chunk) * DEPTH + pair % DEPTH
     squares = place * CHUNK * CHUNK + column
-    grads, vectors = grad_shares + place * 5 * CHUNK, shares + place * 5 * CHUNK
-    steps = load(step + place * CHUNK + column, inside, 0.0, FULL)
+    grads, vectors = grad_shares + place * 5 * CHUNK + column, shares + place * 5 * CHUNK + column
+    gates = (batch * tokens + chunk * CHUNK).to(tl.int64) * heads * DEPTH + pair
 
-    total_written = steps * load(grads + 4 * CHUNK + column, inside, 0.0, FULL)  # λ
-    total_carried = steps * load(grads + 3 * CHUNK + column, inside, 0.0, FULL)
-    total_share = load(grad_ends + place * 3, inside, 0.0, FULL)  # x
-    total_drift = load(grad_ends + place * 3 + 1, inside, 0.0, FULL)  # z
-    total_carry = load(grad_ends + place * 3 + 2, inside, 0.0, FULL)  # w
+    # what is one number a token: each total has the next token's, and the last one's what comes after the chunk
+    last = column == CHUNK - 1
+    real = inside & (chunk * CHUNK + column < length)
+    later = inside & (chunk * CHUNK + column + 1 < length) & (column < CHUNK - 1)
+    after = gates + (column + 1) * heads * DEPTH
+    eta = tl.load(momentum + after, mask=later, other=1.0).to(tl.float32)
+    keep = 1.0 - tl.load(forget + after, mask=later, other=0.0).to(tl.float32)
+    ends = grad_ends + place * (3 * ENDS) + tl.arange(0, ENDS)[None, :]
+    end_share = tl.sum(load(ends, inside, 0.0, FULL), 1, keep_dims=True)
+    end_drift = tl.sum(load(ends + ENDS, inside, 0.0, FULL), 1, keep_dims=True)
+    end_carry = tl.sum(load(ends + 2 * ENDS, inside, 0.0, FULL), 1, keep_dims=True)
+    to_share = load(grads, inside, 0.0, FULL) + tl.where(last, end_share, 0.0)
+    to_drift = load(grads + CHUNK, inside, 0.0, FULL) + tl.where(last, end_drift, 0.0)
+    _, to_share, to_drift = tl.associative_scan((keep, to_share, to_drift), 1, add_two, reverse=True)  # x, z
+    to_carry = tl.where(real, to_drift, 0.0) + tl.where(last, end_carry, 0.0)
+    _, to_carry = tl.associative_scan((eta, to_carry), 1, add_one, reverse=True)  # w
+    before = inside & (column > 0)
+    to_keep = to_share * tl.load(vectors - 1, mask=before, other=1.0)
+    to_keep += to_drift * tl.load(vectors - 1 + CHUNK, mask=before, other=0.0)
+    to_momentum = to_carry * tl.load(vectors - 1 + 2 * CHUNK, mask=before, other=1.0)
+
+    steps = load(step + place * CHUNK + column, inside, 0.0, FULL)
+    total_carried = steps * load(grads + 3 * CHUNK, inside, 0.0, FULL)
+    total_written = steps * load(grads + 4 * CHUNK, inside, 0.0, FULL)  # λ
     for begin in range(0, CHUNK, BACK):
-        etas, alphas, pulls, writtens, carrieds, scalars = (), (), (), (), (), ()
-        for back in tl.static_range(BACK):
-            t = CHUNK - 1 - begin - back
-            at = chunk * CHUNK + t
-            gate = (batch * tokens + at).to(tl.int64) * heads * DEPTH + pair
-            eta, alpha = load_gates(momentum, forget, gate, inside & (at < length), FULL)
-            etas += (eta,)
-            alphas += (alpha,)
-            before, row = inside & (t > 0), squares + t * CHUNK
-            pulls += (load(grad_blend + row, inside, 0.0, FULL),)  # whole rows: wide loads
-            writtens += (tl.load(blend + row - CHUNK, mask=before, other=0.0),)
-            carrieds += (tl.load(carry_to + row - CHUNK, mask=before, other=0.0),)
-            to_share = load(grads + t, inside, 0.0, FULL)
-            to_drift = load(grads + CHUNK + t, inside, 0.0, FULL)
-            share = tl.load(vectors + t - 1, mask=before, other=1.0)
-            drift = tl.load(vectors + CHUNK + t - 1, mask=before, other=0.0)
-            carry = tl.load(vectors + 2 * CHUNK + t - 1, mask=before, other=1.0)
-            scalars += ((to_share, to_drift, share, drift, carry),)
-        for back in tl.static_range(BACK):
-            t = CHUNK - 1 - begin - back
-            at = chunk * CHUNK + t
-            eta, keep = etas[back], 1.0 - alphas[back]
-            to_share, to_drift, share, drift, carry = scalars[back]
-            total_written += tl.where(column + begin <= CHUNK - 1 - back, steps * pulls[back], 0.0)
-            total_share += to_share
-            total_drift += to_drift
-            real = inside & (at < length)
+        first = CHUNK - BACK - begin
+        etas, alphas, pulls = (), (), ()
+        for ahead in tl.static_range(BACK):
+            t = first + ahead
+            there = inside & (chunk * CHUNK + t < length)
+            found = load_gates(momentum, forget, gates + t * heads * DEPTH, there, FULL)
+            etas += (found[0],)
+            alphas += (found[1],)
+            pulls += (load(grad_blend + squares + t * CHUNK, inside, 0.0, FULL),)  # whole rows: wide loads
+        # the rows before these tokens, once more
+        earlier = inside & (first > 0)
+        kept = carry_to + place * (CHUNK // BACK) * CHUNK + (first // BACK - 1) * CHUNK + column
+        carried = tl.load(kept, mask=earlier, other=0.0).to(tl.float32)
+        written = tl.load(blend + squares + (first - 1) * CHUNK, mask=earlier, other=0.0).to(tl.float32)
+        carrieds, writtens = (carried,), (written,)
+        for ahead in tl.static_range(BACK - 1):
+            carried = tl.where(column - first == ahead, 1.0, etas[ahead] * carried)
+            written = (1.0 - alphas[ahead]) * written
+            if FULL:
+                written += carried
+            else:
+                written += tl.where(inside & (chunk * CHUNK + first + ahead < length), carried, 0.0)
+            carrieds += (carried,)
+            writtens += (written,)
+        for ahead in tl.static_range(BACK - 1, -1, -1):
+            total_written += tl.where(column - first <= ahead, steps * pulls[ahead], 0.0)
             if FULL:
                 total_carried += total_written
-                total_carry += total_drift
             else:
-                total_carried += tl.where(real, total_written, 0.0)
-                total_carry += tl.where(real, total_drift, 0.0)
-            to_keep = tl.sum(total_written * writtens[back].to(tl.float32), 1, keep_dims=True)
-            to_momentum = tl.sum(total_carried * carrieds[back].to(tl.float32), 1, keep_dims=True)
-            to_keep += total_share * share + total_drift * drift
-            to_momentum += total_carry * carry
-            gate = (batch * tokens + at).to(tl.int64) * heads * DEPTH + pair
-            store(grad_forget + gate, -to_keep, real, FULL)
-            store(grad_momentum + gate, to_momentum, real, FULL)
-            total_written *= keep
-            total_share *= keep
-            total_drift *= keep
-            total_carried *= eta
-            total_carry *= eta
+                total_carried += tl.where(inside & (chunk * CHUNK + first + ahead < length), total_written, 0.0)
+            here = column - first == ahead
+            to_keep += tl.where(here, tl.sum(total_written * writtens[ahead], 1, keep_dims=True), 0.0)
+            to_momentum += tl.where(here, tl.sum(total_carried * carrieds[ahead], 1, keep_dims=True), 0.0)
+            total_written *= 1.0 - alphas[ahead]
+            total_carried *= etas[ahead]
+    store(grad_forget + gates + column * heads * DEPTH, -to_keep, real, FULL)
+    store(grad_momentum + gates + column * heads * DEPTH, to_momentum, real, FULL)

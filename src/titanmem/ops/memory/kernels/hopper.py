@@ -2,7 +2,8 @@
 
 The state never leaves the chip between chunks (float32, in registers), operands lie in shared memory, where the tensor
 cores read them and from where the copy engine writes out what later kernels need. Token tensors are descriptors of
-[B · T, H · D]; every other tile of a chunk stands in one of two buffers, `lines` = N · count · 64 rows for each kind:
+[B · T, H · D]; every other tile of a chunk stands in one of two buffers, those of a chunk side by side. `kinds` is how
+many a chunk has in the tape:
 
     at      W₁, S₁, W₂, S₂ at the chunk's start
     tape    0 X₂  1 D₁  2 D₂  3 φ'(Z₁)  4 φ''(Z₁) ∘ E₁  5 ẑ; the reads' part of the gradients of
@@ -64,8 +65,8 @@ from titanmem.ops.memory.kernels.hopper_tiles import (
 
 @gluon.jit
 def write_chunks(
-    k, v, pieces, step, gain, base1, base2, shares, w1, s1, w2, s2, at, tape, norms, steps,
-    tokens, heads, count, lines, clip,
+    k, v, pieces, step, gain, base1, base2, shares, w1, s1, w2, s2, at, tape, kinds, norms, steps,
+    tokens, heads, count, clip,
     NORM: gl.constexpr, RESIDUAL: gl.constexpr, CLIP: gl.constexpr, BASE: gl.constexpr,
 ):  # fmt: skip
     row = gl.program_id(0)
@@ -91,6 +92,7 @@ def write_chunks(
         turn = (chunk - first) % 2
         place = start + chunk
         long = place.to(gl.int64)
+        states, taped = place * (4 * C), place * kinds * C
         tma.store_wait(0)
         put(U1, weight1)
         put(S1, surprise1)
@@ -100,10 +102,10 @@ def write_chunks(
             put(W1, weight1 + fixed1)
             put(W2, weight2 + fixed2)
         fence_async_shared()
-        tma.async_copy_shared_to_global(at, [place * C, 0], U1)
-        tma.async_copy_shared_to_global(at, [lines + place * C, 0], S1)
-        tma.async_copy_shared_to_global(at, [2 * lines + place * C, 0], U2)
-        tma.async_copy_shared_to_global(at, [3 * lines + place * C, 0], S2)
+        tma.async_copy_shared_to_global(at, [states, 0], U1)
+        tma.async_copy_shared_to_global(at, [states + C, 0], S1)
+        tma.async_copy_shared_to_global(at, [states + 2 * C, 0], U2)
+        tma.async_copy_shared_to_global(at, [states + 3 * C, 0], S2)
         step1, step2 = given_steps(step, line + chunk * C, heads, head)
         share = shares + long * 10 * C
         carried1, written1, carried2, written2 = last_rows(share)
@@ -136,9 +138,9 @@ def write_chunks(
         put(DW, error * (-step2 * written2)[:, None])
         put(DC, error * (-step2 * carried2)[:, None])
         fence_async_shared()
-        tma.async_copy_shared_to_global(tape, [place * C, 0], X2)
-        tma.async_copy_shared_to_global(tape, [lines + place * C, 0], D1)
-        tma.async_copy_shared_to_global(tape, [2 * lines + place * C, 0], D2)
+        tma.async_copy_shared_to_global(tape, [taped, 0], X2)
+        tma.async_copy_shared_to_global(tape, [taped + C, 0], D1)
+        tma.async_copy_shared_to_global(tape, [taped + 2 * C, 0], D2)
         a = warpgroup_mma(flipped(KW), D1, share1 * weight1 + drift1 * surprise1, is_async=True)
         b = warpgroup_mma(flipped(KC), D1, carry1 * surprise1, is_async=True)
         c = warpgroup_mma(flipped(X2), DW, share2 * weight2 + drift2 * surprise2, is_async=True)
@@ -155,14 +157,18 @@ def write_chunks(
 
 @gluon.jit
 def read_chunks(
-    q, k, gain, fixed1, fixed2, blend, shares, steps, at, tape, y,
-    tokens, heads, count, lines, NORM: gl.constexpr, RESIDUAL: gl.constexpr, BASE: gl.constexpr,
+    q, k, gain, fixed1, fixed2, blend, shares, steps, at, tape, kinds, y, scores, units, inv_stds,
+    tokens, heads, count,
+    NORM: gl.constexpr, RESIDUAL: gl.constexpr, BASE: gl.constexpr, KEEP: gl.constexpr,
 ):  # fmt: skip
+    """The reads. With KEEP also what the way back begins with: the second scores, and the rows before gain and residual
+    as they are normed, and 1/s."""
     chunk, row = gl.program_id(0), gl.program_id(1)
     head = row % heads
     line = row // heads * tokens + chunk * C
     place = row * count + chunk
     long = place.to(gl.int64)
+    states, taped = place * (4 * C), place * kinds * C
     Q, K, W1, S1, W2, S2, B1, B2 = tile(), tile(), tile(), tile(), tile(), tile(), tile(), tile()
     X2, D1, D2, Q2 = tile(), tile(), tile(), tile()
     bars = barriers(1)
@@ -170,15 +176,15 @@ def read_chunks(
     mbarrier.expect(bar, (13 if BASE else 11) * BYTES)
     tma.async_copy_global_to_shared(q, [line, head * C], bar, Q)
     tma.async_copy_global_to_shared(k, [line, head * C], bar, K)
-    tma.async_copy_global_to_shared(at, [place * C, 0], bar, W1)
-    tma.async_copy_global_to_shared(at, [lines + place * C, 0], bar, S1)
+    tma.async_copy_global_to_shared(at, [states, 0], bar, W1)
+    tma.async_copy_global_to_shared(at, [states + C, 0], bar, S1)
     tma.async_copy_global_to_shared(blend, [place * 2 * C, 0], bar, B1)
-    tma.async_copy_global_to_shared(tape, [lines + place * C, 0], bar, D1)
-    tma.async_copy_global_to_shared(tape, [place * C, 0], bar, X2)
-    tma.async_copy_global_to_shared(at, [2 * lines + place * C, 0], bar, W2)
-    tma.async_copy_global_to_shared(at, [3 * lines + place * C, 0], bar, S2)
+    tma.async_copy_global_to_shared(tape, [taped + C, 0], bar, D1)
+    tma.async_copy_global_to_shared(tape, [taped, 0], bar, X2)
+    tma.async_copy_global_to_shared(at, [states + 2 * C, 0], bar, W2)
+    tma.async_copy_global_to_shared(at, [states + 3 * C, 0], bar, S2)
     tma.async_copy_global_to_shared(blend, [place * 2 * C + C, 0], bar, B2)
-    tma.async_copy_global_to_shared(tape, [2 * lines + place * C, 0], bar, D2)
+    tma.async_copy_global_to_shared(tape, [taped + 2 * C, 0], bar, D2)
     if BASE:
         F1, F2 = tile(), tile()
         tma.async_copy_global_to_shared(fixed1, [head * C, 0], bar, F1)
@@ -204,6 +210,8 @@ def read_chunks(
     a, b, c = begin(Q2, flipped(X2)), begin(Q2, W2), begin(Q2, S2)
     score, by_weight, by_surprise = warpgroup_mma_wait(0, deps=(a, b, c))
     put(B2, -score * floats(B2) * step2)
+    if KEEP:
+        put(W1, score)
     fence_async_shared()
     start = gl.load(share + 5 * C)[:, None] * by_weight + gl.load(share + 6 * C)[:, None] * by_surprise
     a = warpgroup_mma(B2, D2, start, is_async=True)
@@ -211,11 +219,18 @@ def read_chunks(
         a = warpgroup_mma(Q2, F2, a, is_async=True)
     out = warpgroup_mma_wait(0, deps=(a,))
     if NORM:
-        out, _ = normalise(out)
+        out, inv_std = normalise(out)
+        if KEEP:
+            put(D1, out)
+            gl.store(inv_stds + long * C + rows(), inv_std)
         out *= scale
     if RESIDUAL:
         out += floats(Q)
     put(K, out)
     fence_async_shared()
+    if KEEP:  # not before: sums are made where tiles were that have gone out
+        tma.async_copy_shared_to_global(scores, [line, head * C], W1)
+    if NORM and KEEP:
+        tma.async_copy_shared_to_global(units, [line, head * C], D1)
     tma.async_copy_shared_to_global(y, [line, head * C], K)
     tma.store_wait(0)

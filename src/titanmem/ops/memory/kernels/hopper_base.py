@@ -17,8 +17,8 @@ import triton.language as tl
 
 @triton.jit
 def sum_chunks(
-    parts, shares, pieces, grad_w1, grad_w2, totals,
-    heads, count, lines,
+    tape, shares, pieces, grad_w1, grad_w2, totals,
+    heads, count, kinds,
     N: tl.constexpr, TILE: tl.constexpr, PART: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """totals [2, pieces · H, I · O]: gradients of the weights after the pieces become the pieces' part in the base's;
@@ -30,10 +30,9 @@ def sum_chunks(
     batch, first, after = tl.load(piece), tl.load(piece + 1), tl.load(piece + 2)
     start = (batch * heads + row % heads).to(tl.int64) * count
     inside = part * PART + tl.arange(0, PART)
-    kind = lines.to(tl.int64) * TILE
-    tile = slice_ * TILE * TILE + inside[None, :]
-    grads = parts + (4 * N + 3 + matrix * N) * kind + tile
-    reads = parts + (10 * N + 4 + matrix * N) * kind + tile
+    tile = (slice_ + matrix * N) * TILE * TILE + inside[None, :]
+    grads = tape + (4 * N + 3) * TILE * TILE + tile
+    reads = tape + (10 * N + 4) * TILE * TILE + tile
 
     state = row.to(tl.int64) * N * TILE * TILE
     if matrix == 0:
@@ -49,7 +48,7 @@ def sum_chunks(
         real = chunk < after
         spot = start + chunk
         share = tl.load(shares + (spot * 10 + matrix * 5 + 1) * TILE - 1, mask=real, other=1.0)
-        offset = (spot * N * TILE * TILE)[:, None]
+        offset = (spot * kinds * TILE * TILE)[:, None]
         grad = tl.load(grads + offset, mask=real[:, None], other=0.0).to(total.dtype)
         read = tl.load(reads + offset, mask=real[:, None], other=0.0).to(total.dtype)
         total += tl.sum((1.0 - share)[:, None] * grad + read, 0)

@@ -1,7 +1,8 @@
 """Launches of the Hopper kernels: the same call as in `launch.py` where every tile is 64 wide (`support.whole_tiles`).
 
-The forward pass keeps the state at every chunk's start for the backward pass, as the operands that the kernels read;
-where documents begin the backward pass writes the keys a second time instead (`support.keeps_states`)."""
+The forward pass keeps the state at every chunk's start for the backward pass, as the operands that the kernels read,
+and what the reads have made of it; where documents begin the backward pass writes and reads a second time instead
+(`support.keeps_states`)."""
 
 from __future__ import annotations
 
@@ -20,9 +21,8 @@ from titanmem.ops.memory.kernels import (
     hopper_tape,
     hopper_wide,
     hopper_wide_backward,
-    hopper_wide_pull,
 )
-from titanmem.ops.memory.kernels.hopper_tiles import SHARED, TILE, WARPS
+from titanmem.ops.memory.kernels.hopper_tiles import QUERY_WARPS, SHARED, TILE, WARPS
 from titanmem.ops.memory.kernels.launch import Call, gates_backward, state_and_gain_grads
 from titanmem.ops.memory.plan import Pieces, cut_pieces
 
@@ -42,13 +42,22 @@ def slices(call: Call) -> int:
     return call.shape.hidden // TILE
 
 
-def sizes(call: Call) -> dict[str, Any]:
+def sizes(call: Call, warps: int = WARPS) -> dict[str, Any]:
     s = call.shape
     found: dict[str, Any] = dict(
-        tokens=s.tokens, heads=s.heads, count=s.count, lines=s.rows * s.tokens, NORM=call.gain is not None,
-        RESIDUAL=call.network["RESIDUAL"], BASE=call.network["BASE"], num_warps=WARPS,
+        tokens=s.tokens, heads=s.heads, count=s.count, NORM=call.gain is not None,
+        RESIDUAL=call.network["RESIDUAL"], BASE=call.network["BASE"], num_warps=warps,
     )  # fmt: skip
     return found if slices(call) == 1 else found | {"N": slices(call)}
+
+
+def tape_for(call: Call, kinds: int) -> Tensor:
+    """Room for so many tiles of every chunk: `hopper.py` has their order."""
+    return call.q.new_empty(call.shape.rows * call.shape.count, kinds, TILE, TILE)
+
+
+def taping(tape: Tensor) -> tuple[Any, int]:
+    return tiles(tape), tape.shape[1]
 
 
 def clipping(call: Call) -> dict[str, Any]:
@@ -77,14 +86,14 @@ def base_tiles(call: Call) -> list[Any]:
     return [tiles(x.to(torch.bfloat16)) for x in call.base] or [None, None]
 
 
-def base_grads(call: Call, parts: Tensor, ends: Tensor, begins: list[Tensor]) -> list[Tensor]:
+def base_grads(call: Call, tape: Tensor, ends: Tensor, begins: list[Tensor]) -> list[Tensor]:
     """Gradients of the base [H, I, O] from the tape and the weights' gradients after every piece (`ends`, written into)
     and before it (`begins`)."""
     s, n = call.shape, slices(call)
     table, (rows,) = piece_table(call)
     part = 1024
     hopper_base.sum_chunks[(rows, 2 * n * TILE * TILE // part)](
-        parts, call.shares, table, *begins, ends, s.heads, s.count, s.rows * s.tokens,
+        tape, call.shares, table, *begins, ends, s.heads, s.count, tape.shape[1],
         N=n, TILE=TILE, PART=part, STEP=8, num_warps=4,
     )  # fmt: skip
     sums = [x.unflatten(0, (-1, s.heads)).sum(0) for x in ends]  # an operation's results share no memory
@@ -160,7 +169,7 @@ def blank_pending(call: Call) -> list[Tensor]:
     return [*out, mix, mix.clone(), offset]
 
 
-def write(call: Call, tape: Any) -> tuple[list[Tensor], list[Tensor]]:
+def write(call: Call, tape: Tensor) -> tuple[list[Tensor], list[Tensor]]:
     """The key side: the states after all pieces, and states at the chunks' starts, clipped steps and norms."""
     w1, w2, s1, s2 = after = begin_states(call)
     states, steps, norms = call.slots(4 * slices(call) * TILE), call.vectors(1), call.vectors(2)
@@ -169,67 +178,83 @@ def write(call: Call, tape: Any) -> tuple[list[Tensor], list[Tensor]]:
     table, grid = piece_table(call)
     kernels.write_chunks[grid](
         k, v, table, call.step, call.gain, *own_base(call), call.shares, w1, s1, w2, s2,
-        tiles(states.view(-1, TILE)), tape, norms, steps, **sizes(call), **clipping(call), **own_room(call, *grid, 2),
+        tiles(states.view(-1, TILE)), *taping(tape), norms, steps,
+        **sizes(call), **clipping(call), **own_room(call, *grid, 2),
     )  # fmt: skip
     return after, [states, steps, norms]
 
 
-def forward(call: Call, keep: bool) -> list[Tensor]:
-    """y, weights, surprises[, inputs, errors, mixes, offset][, states at the chunks' starts, clipped steps, norms]."""
+def read(call: Call, tape: Tensor, states: Tensor, steps: Tensor, keep: bool) -> tuple[Tensor, list[Tensor]]:
+    """The query side: y, and with `keep` the second scores, the normed rows and 1/s."""
     s = call.shape
-    call.gate(keep=False)
-    tape = tiles(call.slots((2 * slices(call) + 1) * TILE).view(-1, TILE))
-    after, kept = write(call, tape)
-    states, steps, _ = kept
     y = torch.empty_like(call.q)
+    reads = []
+    if keep:
+        reads.append(torch.empty_like(y))
+        reads += [torch.empty_like(y), call.slots(1, torch.float32)] if call.gain is not None else []
     q, k, out = token_tiles(call.q, call.k, y)
     kernels = hopper if slices(call) == 1 else hopper_wide
     kernels.read_chunks[(s.count, s.rows)](
-        q, k, call.gain, *base_tiles(call), tiles(call.blend), call.shares, steps, tiles(states.view(-1, TILE)), tape,
-        out, **sizes(call),
+        q, k, call.gain, *base_tiles(call), tiles(call.blend), call.shares, steps, tiles(states.view(-1, TILE)),
+        *taping(tape), out, *read_tiles(reads), **sizes(call, QUERY_WARPS), KEEP=keep,
     )  # fmt: skip
+    return y, reads
+
+
+def read_tiles(reads: list[Tensor]) -> list[Any]:
+    """What `read` keeps, for the kernels; None for what there is not."""
+    return [*token_tiles(*reads[:2]), *reads[2:], None, None, None][:3]
+
+
+def forward(call: Call, keep: bool) -> list[Tensor]:
+    """y, weights, surprises[, inputs, errors, mixes, offset][, states at the chunks' starts, clipped steps, norms,
+    second scores[, normed rows, 1/s]]."""
+    call.gate(keep=False)
+    tape = tape_for(call, 2 * slices(call) + 1)
+    after, kept = write(call, tape)
+    states, steps, _ = kept
+    y, reads = read(call, tape, states, steps, keep)
     pending = [] if call.starts is None else blank_pending(call)
-    return [y, *end_states(call, after), *pending, *(kept if keep else [])]
+    return [y, *end_states(call, after), *pending, *(kept + reads if keep else [])]
 
 
 def backward(call: Call, grad_y: Tensor, grad_state: list[Tensor], kept: list[Tensor]) -> list[Tensor]:
     """Gradients of q, k, v, gates, state, fresh, base, gain, in this order."""
     s = call.shape
     call.gate(keep=True)
-    parts = call.slots(((14 if call.base else 10) * slices(call) + 4) * TILE)
-    tape = tiles(parts.view(-1, TILE))
-    states, call.steps, norms = kept or write(call, tape)[1]
+    tape = tape_for(call, (14 if call.base else 10) * slices(call) + 4)
+    if not kept:
+        states, steps, norms = write(call, tape)[1]
+        kept = [states, steps, norms, *read(call, tape, states, steps, keep=True)[1]]
+    states, call.steps, norms, *reads = kept
     at = tiles(states.view(-1, TILE))
     rows = [call.slots(1, torch.float32) for _ in range(2)]  # 1/s, mean(2γu ∘ ẑ)
     grads = [torch.empty_like(x) for x in (call.q, call.k, call.v)]
     grad_blend, grad_shares, grad_steps = call.squares(torch.bfloat16), call.vectors(5), call.vectors(1)
-    grad_ends = call.ends()
+    grad_ends = call.q.new_empty(s.rows, s.count, 2, 3, 32 * WARPS, dtype=torch.float32)  # of every thread
     gain_parts = call.q.new_empty(s.rows, s.count, TILE, dtype=torch.float32)
     q, k, v, given, grad_q, grad_k, grad_v = token_tiles(call.q, call.k, call.v, grad_y.contiguous(), *grads)
     grid = (s.count, s.rows)
     hopper_tape.retrace_chunks[grid](
-        k, v, call.gain, *own_base(call), at, tape, *rows, **sizes(call) | {"N": slices(call)}
+        k, v, call.gain, *own_base(call), at, *taping(tape), *rows, **sizes(call) | {"N": slices(call)}
     )
-    asked = (q, k, given, call.gain, *base_tiles(call), tiles(call.blend), call.shares, call.steps, at, tape, grad_q)
-    into = (grad_shares, grad_steps, gain_parts)
-    if slices(call) == 1:
-        hopper_pull.pull_chunks[grid](
-            *asked, tiles(grad_blend), *into, **sizes(call) | {"num_warps": hopper_pull.WARPS}
-        )
-    else:
-        hopper_wide_pull.pull_chunks[grid](*asked, grad_blend, *into, **sizes(call))
+    hopper_pull.pull_chunks[grid](
+        q, k, given, *read_tiles(reads), call.gain, *base_tiles(call), tiles(call.blend), call.shares, call.steps, at,
+        *taping(tape), grad_q, tiles(grad_blend), grad_shares, grad_steps, gain_parts,
+        **sizes(call, QUERY_WARPS) | {"N": slices(call)},
+    )  # fmt: skip
     gw1, gw2, gs1, gs2 = grad_after = end_grads(call, grad_state)
     ends = torch.stack([gw1.flatten(1), gw2.flatten(1)]) if call.base else None
     table, pieces = piece_table(call)
     grad_gain = call.q.new_empty(*pieces, TILE, dtype=torch.float32)
     kernels = hopper_backward if slices(call) == 1 else hopper_wide_backward
     kernels.write_chunks_backward[pieces](
-        k, v, table, call.gain, call.shares, call.steps, norms, at, tape, *rows,
+        k, v, table, call.gain, call.shares, call.steps, norms, at, *taping(tape), *rows,
         grad_steps, grad_shares, grad_ends, gw1, gs1, gw2, gs2, grad_k, grad_v, grad_gain,
         **sizes(call), **clipping(call), **own_room(call, *pieces, 4),
     )  # fmt: skip
     grads += gates_backward(call, grad_blend, grad_shares, grad_ends, grad_steps)
     to_state, shared = begin_grads(call, grad_after)
     if ends is not None:
-        shared += base_grads(call, parts, ends, [gw1, gw2])
+        shared += base_grads(call, tape, ends, [gw1, gw2])
     return grads + state_and_gain_grads(call, to_state, gain_parts, grad_gain, shared)

@@ -34,8 +34,8 @@ from titanmem.ops.memory.kernels.hopper_tiles import (
 
 @gluon.jit
 def retrace_chunks(
-    k, v, gain, base1, base2, at, tape, inv_stds, alongs,
-    tokens, heads, count, lines, N: gl.constexpr, NORM: gl.constexpr, RESIDUAL: gl.constexpr, BASE: gl.constexpr,
+    k, v, gain, base1, base2, at, tape, kinds, inv_stds, alongs,
+    tokens, heads, count, N: gl.constexpr, NORM: gl.constexpr, RESIDUAL: gl.constexpr, BASE: gl.constexpr,
 ):  # fmt: skip
     """The keys' tape from the states at the chunks' starts, N slices of hidden units; with a base also the network's
     matrices, which stay in W1 and W2 until what is made of them takes their place."""
@@ -44,7 +44,7 @@ def retrace_chunks(
     line = row // heads * tokens + chunk * C
     place = row * count + chunk
     long = place.to(gl.int64)
-    spot = place * N * C
+    states, taped = place * (4 * N * C), place * kinds * C
     if BASE:
         K, V, W1, W2, X2, SL, BE = tile(), tile(), tiles(N), tiles(N), tile(), tile(), tile()
         D2 = X2
@@ -56,9 +56,9 @@ def retrace_chunks(
     tma.async_copy_global_to_shared(v, [line, head * C], bars.index(0), V)
     if BASE:
         for f in range(N):
-            fetch_both(at, lines, W1.index(f), W2.index(f), bars.index(f + 1), spot + f * C, N, True)
+            fetch_both(at, W1.index(f), W2.index(f), bars.index(f + 1), states + f * C, N, True)
     else:
-        fetch_both(at, lines, W1, W2, bars.index(1), spot, N, True)
+        fetch_both(at, W1, W2, bars.index(1), states, N, True)
     t = rows()
     scale = gain_row(gain, head, NORM)
     if BASE:
@@ -73,8 +73,8 @@ def retrace_chunks(
             put(w1, floats(w1) + load_own(base1 + f * C * C))
             put(w2, floats(w2) + load_own(base2 + f * C * C))
             fence_async_shared()
-            tma.async_copy_shared_to_global(tape, [(12 * N + 4) * lines + spot + f * C, 0], w1)
-            tma.async_copy_shared_to_global(tape, [(13 * N + 4) * lines + spot + f * C, 0], w2)
+            tma.async_copy_shared_to_global(tape, [taped + (12 * N + 4 + f) * C, 0], w1)
+            tma.async_copy_shared_to_global(tape, [taped + (13 * N + 4 + f) * C, 0], w2)
         else:
             w1, w2 = W1, W2
             mbarrier.wait(bars.index(1), f & 1)
@@ -84,15 +84,15 @@ def retrace_chunks(
         fence_async_shared()
         total = warpgroup_mma(X2, w2, total)
         if not BASE:
-            fetch_both(at, lines, W1, W2, bars.index(1), spot + (f + 1) % N * C, N, True)
+            fetch_both(at, W1, W2, bars.index(1), states + (f + 1) % N * C, N, True)
     error, unit, inv_std, along = key_error(total, floats(K), floats(V), scale, NORM, RESIDUAL)
     gl.store(inv_stds + long * C + t, inv_std)
     gl.store(alongs + long * C + t, along)
     put(D2, error)
     put(V, unit)
     fence_async_shared()
-    tma.async_copy_shared_to_global(tape, [2 * N * lines + place * C, 0], D2)
-    tma.async_copy_shared_to_global(tape, [(4 * N + 1) * lines + place * C, 0], V)
+    tma.async_copy_shared_to_global(tape, [taped + 2 * N * C, 0], D2)
+    tma.async_copy_shared_to_global(tape, [taped + (4 * N + 1) * C, 0], V)
     for f in range(N):
         if BASE:
             w1, w2 = W1.index(f), W2.index(f)
@@ -103,7 +103,7 @@ def retrace_chunks(
         a, b = begin(K, w1), begin(D2, flipped(w2))
         z, back = warpgroup_mma_wait(0, deps=(a, b))
         if not BASE:
-            fetch_both(at, lines, W1, W2, bars.index(1), spot + (f + 1) * C, N, f + 1 < N)
+            fetch_both(at, W1, W2, bars.index(1), states + (f + 1) * C, N, f + 1 < N)
         cdf, pdf = cdf_pdf(z)
         slope = cdf + z * pdf
         tma.store_wait(0)
@@ -112,15 +112,15 @@ def retrace_chunks(
         put(d1, back * slope)
         put(BE, back * ((2.0 - z * z) * pdf))
         fence_async_shared()
-        tma.async_copy_shared_to_global(tape, [spot + f * C, 0], x2)
-        tma.async_copy_shared_to_global(tape, [N * lines + spot + f * C, 0], d1)
-        tma.async_copy_shared_to_global(tape, [(2 * N + 1) * lines + spot + f * C, 0], SL)
-        tma.async_copy_shared_to_global(tape, [(3 * N + 1) * lines + spot + f * C, 0], BE)
+        tma.async_copy_shared_to_global(tape, [taped + f * C, 0], x2)
+        tma.async_copy_shared_to_global(tape, [taped + (N + f) * C, 0], d1)
+        tma.async_copy_shared_to_global(tape, [taped + (2 * N + 1 + f) * C, 0], SL)
+        tma.async_copy_shared_to_global(tape, [taped + (3 * N + 1 + f) * C, 0], BE)
     tma.store_wait(0)
 
 
 @gluon.jit
-def fetch_both(at, lines, W1, W2, bar, spot, N: gl.constexpr, there):
+def fetch_both(at, W1, W2, bar, states, N: gl.constexpr, there):
     mbarrier.expect(bar, 2 * BYTES, pred=there)
-    tma.async_copy_global_to_shared(at, [spot, 0], bar, W1, pred=there)
-    tma.async_copy_global_to_shared(at, [2 * N * lines + spot, 0], bar, W2, pred=there)
+    tma.async_copy_global_to_shared(at, [states, 0], bar, W1, pred=there)
+    tma.async_copy_global_to_shared(at, [states + 2 * N * C, 0], bar, W2, pred=there)

@@ -12,7 +12,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
 )
 
-WARPS = 8
+WARPS = 8  # of a program
+QUERY_WARPS = 4  # on the query side, where two programs share a multiprocessor
 TILE = 64
 SHARED = gl.NVMMASharedLayout.get_default_for([TILE, TILE], gl.bfloat16)
 # A tile as its threads hold it: what a warp reads or writes at once lies beside each other in memory
@@ -22,6 +23,14 @@ OWN = gl.constexpr(
         warp_bases=[[512], [1024], [2048]], block_bases=[], shape=[TILE * TILE],
     )
 )  # fmt: skip
+# One number of every thread
+BY_THREAD = gl.constexpr(
+    gl.DistributedLinearLayout(
+        reg_bases=[], lane_bases=[[1], [2], [4], [8], [16]], warp_bases=[[32], [64], [128]], block_bases=[],
+        shape=[32 * WARPS],
+    )
+)  # fmt: skip
+THREADS = gl.constexpr(32 * WARPS)
 C = gl.constexpr(TILE)  # tokens of a chunk, width of a head, hidden units
 BYTES = gl.constexpr(2 * TILE * TILE)
 MEAN = gl.constexpr(1.0 / TILE)
@@ -73,8 +82,33 @@ def sums3(a, b, c):
 
 
 @gluon.jit
-def add6(a0, a1, a2, a3, a4, a5, b0, b1, b2, b3, b4, b5):
-    return a0 + b0, a1 + b1, a2 + b2, a3 + b3, a4 + b4, a5 + b5
+def add4(a0, a1, a2, a3, b0, b1, b2, b3):
+    return a0 + b0, a1 + b1, a2 + b2, a3 + b3
+
+
+@gluon.jit
+def sums4(a, b, c, d):
+    return gl.reduce((a, b, c, d), 1, add4)
+
+
+@gluon.jit
+def by_thread(x):
+    """The sum of what each thread holds of a tile, which takes no exchange."""
+    x = gl.sum(gl.sum(gl.sum(x.reshape([4, 2, 8, 2, 4, 4, 2]), 6), 4), 1)
+    x = x.permute([2, 0, 1, 3]).reshape([THREADS])
+    return gl.convert_layout(x, BY_THREAD, assert_trivial=True)
+
+
+@gluon.jit
+def by_rows(x):
+    """A tile with the rows that a thread holds added up, half as many numbers: what is to become a sum of columns."""
+    return gl.sum(x.reshape([4, 2, 8, C]), 1)
+
+
+@gluon.jit
+def column_sums(folded):
+    """The sums of a tile's columns from `by_rows`."""
+    return gl.convert_layout(gl.sum(gl.sum(folded, 1), 0), gl.SliceLayout(0, tile_layout(gl.num_warps())))
 
 
 @gluon.jit
@@ -248,25 +282,27 @@ def fetch_token_tiles(k, v, K, V, bars, turn, chunk, line, head, there):
 
 
 @gluon.jit
-def fetch_first(at, tape, fixed, lines, W1, S1, D1, F1, bar, spot, head, f, N: gl.constexpr, BASE: gl.constexpr, there):
+def fetch_first(
+    at, tape, fixed, W1, S1, D1, F1, bar, states, taped, head, f, N: gl.constexpr, BASE: gl.constexpr, there
+):
     """What slice `f` of the first matrix needs."""
     mbarrier.expect(bar, (4 if BASE else 3) * BYTES, pred=there)
-    tma.async_copy_global_to_shared(at, [spot, 0], bar, W1, pred=there)
-    tma.async_copy_global_to_shared(at, [N * lines + spot, 0], bar, S1, pred=there)
-    tma.async_copy_global_to_shared(tape, [N * lines + spot, 0], bar, D1, pred=there)
+    tma.async_copy_global_to_shared(at, [states + f * C, 0], bar, W1, pred=there)
+    tma.async_copy_global_to_shared(at, [states + (N + f) * C, 0], bar, S1, pred=there)
+    tma.async_copy_global_to_shared(tape, [taped + (N + f) * C, 0], bar, D1, pred=there)
     if BASE:
         tma.async_copy_global_to_shared(fixed, [head * C, f * C], bar, F1, pred=there)
 
 
 @gluon.jit
 def fetch_second(
-    at, tape, fixed, lines, W2, S2, X2, F2, bar, spot, head, f, N: gl.constexpr, BASE: gl.constexpr, there
+    at, tape, fixed, W2, S2, X2, F2, bar, states, taped, head, f, N: gl.constexpr, BASE: gl.constexpr, there
 ):
     """What slice `f` of the second matrix needs."""
     mbarrier.expect(bar, (4 if BASE else 3) * BYTES, pred=there)
-    tma.async_copy_global_to_shared(at, [2 * N * lines + spot, 0], bar, W2, pred=there)
-    tma.async_copy_global_to_shared(at, [3 * N * lines + spot, 0], bar, S2, pred=there)
-    tma.async_copy_global_to_shared(tape, [spot, 0], bar, X2, pred=there)
+    tma.async_copy_global_to_shared(at, [states + (2 * N + f) * C, 0], bar, W2, pred=there)
+    tma.async_copy_global_to_shared(at, [states + (3 * N + f) * C, 0], bar, S2, pred=there)
+    tma.async_copy_global_to_shared(tape, [taped + f * C, 0], bar, X2, pred=there)
     if BASE:
         tma.async_copy_global_to_shared(fixed, [(head * N + f) * C, 0], bar, F2, pred=there)
 
@@ -300,8 +336,7 @@ def last_shares(share):
 def clip_steps(step1, step2, key, error, of_x2, of_d1, norms, clip):
     """The steps scaled so that ‖x‖ ‖d‖ stays within `clip`; stores the squared norms. of_*: squares, to be summed."""
     t = rows()
-    key_norm, last_norm = sums(key * key, error * error)
-    x2_norm, d1_norm = sums(of_x2, of_d1)
+    key_norm, last_norm, x2_norm, d1_norm = sums4(key * key, error * error, of_x2, of_d1)
     step1 *= clip * gl.rsqrt(gl.maximum(key_norm * d1_norm, clip * clip))
     step2 *= clip * gl.rsqrt(gl.maximum(x2_norm * last_norm, clip * clip))
     gl.store(norms + t, key_norm)
@@ -363,17 +398,19 @@ def clip_step_backward(grad_steps, grad, x_norm, d_norm, step, clip, CLIP: gl.co
 
 @gluon.jit
 def end_shares(w1, s1, w2, s2, to_w1, to_s1, to_w2, to_s2):
-    """A slice's part in the gradients of β, f and m of the chunk's last token, of both matrices."""
-    a, b, c = gl.ravel(w1 * to_w1), gl.ravel(s1 * to_w1), gl.ravel(s1 * to_s1)
-    d, e, f = gl.ravel(w2 * to_w2), gl.ravel(s2 * to_w2), gl.ravel(s2 * to_s2)
-    return gl.reduce((a, b, c, d, e, f), 0, add6)
+    """A slice's part in the gradients of β, f and m of the chunk's last token, of both matrices, thread by thread."""
+    return (
+        by_thread(w1 * to_w1), by_thread(s1 * to_w1), by_thread(s1 * to_s1),
+        by_thread(w2 * to_w2), by_thread(s2 * to_w2), by_thread(s2 * to_s2),
+    )  # fmt: skip
 
 
 @gluon.jit
 def store_ends(ends, e0, e1, e2, e3, e4, e5):
+    ends += gl.arange(0, THREADS, layout=BY_THREAD)
     gl.store(ends, e0)
-    gl.store(ends + 1, e1)
-    gl.store(ends + 2, e2)
-    gl.store(ends + 3, e3)
-    gl.store(ends + 4, e4)
-    gl.store(ends + 5, e5)
+    gl.store(ends + THREADS, e1)
+    gl.store(ends + 2 * THREADS, e2)
+    gl.store(ends + 3 * THREADS, e3)
+    gl.store(ends + 4 * THREADS, e4)
+    gl.store(ends + 5 * THREADS, e5)

@@ -54,8 +54,8 @@ from titanmem.ops.memory.kernels.hopper_tiles import (
 
 @gluon.jit
 def write_chunks(
-    k, v, pieces, step, gain, base1, base2, shares, w1, s1, w2, s2, at, tape, norms, steps,
-    tokens, heads, count, lines, clip, held,
+    k, v, pieces, step, gain, base1, base2, shares, w1, s1, w2, s2, at, tape, kinds, norms, steps,
+    tokens, heads, count, clip, held,
     N: gl.constexpr, NORM: gl.constexpr, RESIDUAL: gl.constexpr, CLIP: gl.constexpr, BASE: gl.constexpr,
 ):  # fmt: skip
     """With a base W1 and W2 hold the network's matrices. The state goes out through tiles that have been read."""
@@ -102,23 +102,23 @@ def write_chunks(
         put(D1.index(f), surprise1)
         put(X2.index(f), surprise2)
         fence_async_shared()
-        spot = ((start + first) * N + f) * C
-        tma.async_copy_shared_to_global(at, [N * lines + spot, 0], D1.index(f))
-        tma.async_copy_shared_to_global(at, [3 * N * lines + spot, 0], X2.index(f))
+        states = (start + first) * (4 * N * C) + f * C
+        tma.async_copy_shared_to_global(at, [states + N * C, 0], D1.index(f))
+        tma.async_copy_shared_to_global(at, [states + 3 * N * C, 0], X2.index(f))
         if BASE:
-            tma.async_copy_shared_to_global(at, [spot, 0], U1)
-            tma.async_copy_shared_to_global(at, [2 * N * lines + spot, 0], U2)
+            tma.async_copy_shared_to_global(at, [states, 0], U1)
+            tma.async_copy_shared_to_global(at, [states + 2 * N * C, 0], U2)
 
     for chunk in range(first, last):
         turn = (chunk - first) % 2
         place = start + chunk
         long = place.to(gl.int64)
-        spot = place * N * C
+        states, taped = place * (4 * N * C), place * kinds * C
         tma.store_wait(0)
         if not BASE:
             for f in gl.static_range(N):
-                tma.async_copy_shared_to_global(at, [spot + f * C, 0], W1.index(f))
-                tma.async_copy_shared_to_global(at, [2 * N * lines + spot + f * C, 0], W2.index(f))
+                tma.async_copy_shared_to_global(at, [states + f * C, 0], W1.index(f))
+                tma.async_copy_shared_to_global(at, [states + (2 * N + f) * C, 0], W2.index(f))
         share = shares + long * 10 * C
         mbarrier.wait(bars.index(turn), ((chunk - first) // 2) & 1)
         fetch_token_tiles(k, v, K, V, bars, 1 - turn, chunk + 1, line, head, chunk + 1 < last)
@@ -139,13 +139,13 @@ def write_chunks(
         for f in gl.static_range(1, N):
             a = warpgroup_mma(X2.index(f), W2.index(f), a, is_async=True)
         for f in gl.static_range(N):
-            tma.async_copy_shared_to_global(tape, [spot + f * C, 0], X2.index(f))
+            tma.async_copy_shared_to_global(tape, [taped + f * C, 0], X2.index(f))
         key = floats(K.index(turn))
         z = warpgroup_mma_wait(0, deps=(a,))
         error, _, _, _ = key_error(z, key, floats(V.index(turn)), scale, NORM, RESIDUAL)
         put(D2, error)
         fence_async_shared()
-        tma.async_copy_shared_to_global(tape, [2 * N * lines + place * C, 0], D2)
+        tma.async_copy_shared_to_global(tape, [taped + 2 * N * C, 0], D2)
         a = begin(D2, flipped(W2.index(0)))
         step1, step2 = given_steps(step, line + chunk * C, heads, head)  # not before there are registers for them
         carried1, written1, carried2, written2 = last_rows(share)
@@ -167,7 +167,7 @@ def write_chunks(
         put(DC, error * (-step2 * carried2)[:, None])
         fence_async_shared()
         for f in gl.static_range(N):
-            tma.async_copy_shared_to_global(tape, [N * lines + spot + f * C, 0], D1.index(f))
+            tma.async_copy_shared_to_global(tape, [taped + (N + f) * C, 0], D1.index(f))
         after_w1, after_w2, after_s1, after_s2 = (), (), (), ()
         if N > 2 and not BASE:
             next1, next2 = load_own(held1), load_own(held2)
@@ -214,10 +214,10 @@ def write_chunks(
             fence_async_shared()
             if chunk + 1 < last:
                 if BASE:
-                    tma.async_copy_shared_to_global(at, [spot + (N + f) * C, 0], out1)
-                    tma.async_copy_shared_to_global(at, [2 * N * lines + spot + (N + f) * C, 0], out2)
-                tma.async_copy_shared_to_global(at, [N * lines + spot + (N + f) * C, 0], D1.index(f))
-                tma.async_copy_shared_to_global(at, [3 * N * lines + spot + (N + f) * C, 0], X2.index(f))
+                    tma.async_copy_shared_to_global(at, [states + (4 * N + f) * C, 0], out1)
+                    tma.async_copy_shared_to_global(at, [states + (6 * N + f) * C, 0], out2)
+                tma.async_copy_shared_to_global(at, [states + (5 * N + f) * C, 0], D1.index(f))
+                tma.async_copy_shared_to_global(at, [states + (7 * N + f) * C, 0], X2.index(f))
         weights1, weights2, surprises1, surprises2 = after_w1, after_w2, after_s1, after_s2
     tma.store_wait(0)
     for f in gl.static_range(N):
@@ -233,15 +233,16 @@ def write_chunks(
 
 @gluon.jit
 def read_chunks(
-    q, k, gain, fixed1, fixed2, blend, shares, steps, at, tape, y,
-    tokens, heads, count, lines, N: gl.constexpr, NORM: gl.constexpr, RESIDUAL: gl.constexpr, BASE: gl.constexpr,
+    q, k, gain, fixed1, fixed2, blend, shares, steps, at, tape, kinds, y, scores, units, inv_stds,
+    tokens, heads, count,
+    N: gl.constexpr, NORM: gl.constexpr, RESIDUAL: gl.constexpr, BASE: gl.constexpr, KEEP: gl.constexpr,
 ):  # fmt: skip
     chunk, row = gl.program_id(0), gl.program_id(1)
     head = row % heads
     line = row // heads * tokens + chunk * C
     place = row * count + chunk
     long = place.to(gl.int64)
-    spot = place * N * C
+    states, taped = place * (4 * N * C), place * kinds * C
     Q, K, B1, B2, D2, Q2 = tile(), tile(), tile(), tile(), tile(), tile()
     W1, S1, W2, S2, X2, D1 = tile(), tile(), tile(), tile(), tile(), tile()
     F1, F2 = W1, W2  # stand-ins where there is no base
@@ -254,9 +255,9 @@ def read_chunks(
     tma.async_copy_global_to_shared(k, [line, head * C], bar, K)
     tma.async_copy_global_to_shared(blend, [place * 2 * C, 0], bar, B1)
     tma.async_copy_global_to_shared(blend, [place * 2 * C + C, 0], bar, B2)
-    tma.async_copy_global_to_shared(tape, [2 * N * lines + place * C, 0], bar, D2)
-    fetch_first(at, tape, fixed1, lines, W1, S1, D1, F1, bars.index(1), spot, head, 0, N, BASE, True)
-    fetch_second(at, tape, fixed2, lines, W2, S2, X2, F2, bars.index(2), spot, head, 0, N, BASE, True)
+    tma.async_copy_global_to_shared(tape, [taped + 2 * N * C, 0], bar, D2)
+    fetch_first(at, tape, fixed1, W1, S1, D1, F1, bars.index(1), states, taped, head, 0, N, BASE, True)
+    fetch_second(at, tape, fixed2, W2, S2, X2, F2, bars.index(2), states, taped, head, 0, N, BASE, True)
     share = shares + long * 10 * C + rows()
     column = columns()
     step1 = gl.load(steps + long * 2 * C + column)[None, :]
@@ -279,9 +280,7 @@ def read_chunks(
             a = warpgroup_mma(Q, F1, a, is_async=True)
         value = warpgroup_mma_wait(0, deps=(a,))
         next = f + 1
-        fetch_first(
-            at, tape, fixed1, lines, W1, S1, D1, F1, bars.index(1), spot + next * C, head, next, N, BASE, next < N
-        )
+        fetch_first(at, tape, fixed1, W1, S1, D1, F1, bars.index(1), states, taped, head, next, N, BASE, next < N)
         cdf, _ = cdf_pdf(value)
         put(Q2, value * cdf)
         fence_async_shared()
@@ -294,21 +293,28 @@ def read_chunks(
             score, by_weight2, by_surprise2, by_base2 = warpgroup_mma_wait(0, deps=(a, b, c, d))
         else:
             score, by_weight2, by_surprise2 = warpgroup_mma_wait(0, deps=(a, b, c))
-        fetch_second(
-            at, tape, fixed2, lines, W2, S2, X2, F2, bars.index(2), spot + next * C, head, next, N, BASE, next < N
-        )
+        fetch_second(at, tape, fixed2, W2, S2, X2, F2, bars.index(2), states, taped, head, next, N, BASE, next < N)
     put(B2, -score * floats(B2) * step2)
+    if KEEP:
+        put(W1, score)
     fence_async_shared()
     out = share2 * by_weight2 + drift2 * by_surprise2
     if BASE:
         out += by_base2
     out = warpgroup_mma(B2, D2, out)
     if NORM:
-        out, _ = normalise(out)
+        out, inv_std = normalise(out)
+        if KEEP:
+            put(D1, out)
+            gl.store(inv_stds + long * C + rows(), inv_std)
         out *= scale
     if RESIDUAL:
         out += floats(Q)
     put(K, out)
     fence_async_shared()
+    if KEEP:
+        tma.async_copy_shared_to_global(scores, [line, head * C], W1)
+    if NORM and KEEP:
+        tma.async_copy_shared_to_global(units, [line, head * C], D1)
     tma.async_copy_shared_to_global(y, [line, head * C], K)
     tma.store_wait(0)

@@ -13,7 +13,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from titanmem.ops.memory.kernels.hopper_tiles import (
+    BY_THREAD,
     BYTES,
+    THREADS,
     C,
     barriers,
     begin,
@@ -35,7 +37,7 @@ from titanmem.ops.memory.kernels.hopper_tiles import (
     store_ends,
     store_last_rows,
     store_own,
-    sums,
+    sums4,
     tile,
     tiles,
     wide_offsets,
@@ -44,14 +46,14 @@ from titanmem.ops.memory.kernels.hopper_tiles import (
 
 
 @gluon.jit
-def fetch_tokens(k, v, tape, lines, K, V, D2, UN, PX1, PD2, bar, line, head, spot, N: gl.constexpr):
+def fetch_tokens(k, v, tape, K, V, D2, UN, PX1, PD2, bar, line, head, taped, N: gl.constexpr):
     mbarrier.expect(bar, 6 * BYTES)
     tma.async_copy_global_to_shared(k, [line, head * C], bar, K)
-    tma.async_copy_global_to_shared(tape, [2 * N * lines + spot, 0], bar, D2)
-    tma.async_copy_global_to_shared(tape, [(6 * N + 3) * lines + spot, 0], bar, PD2)
+    tma.async_copy_global_to_shared(tape, [taped + 2 * N * C, 0], bar, D2)
+    tma.async_copy_global_to_shared(tape, [taped + (6 * N + 3) * C, 0], bar, PD2)
     tma.async_copy_global_to_shared(v, [line, head * C], bar, V)
-    tma.async_copy_global_to_shared(tape, [(4 * N + 1) * lines + spot, 0], bar, UN)
-    tma.async_copy_global_to_shared(tape, [(4 * N + 2) * lines + spot, 0], bar, PX1)
+    tma.async_copy_global_to_shared(tape, [taped + (4 * N + 1) * C, 0], bar, UN)
+    tma.async_copy_global_to_shared(tape, [taped + (4 * N + 2) * C, 0], bar, PX1)
 
 
 @gluon.jit
@@ -65,26 +67,26 @@ def fetch_four(a, b, c, d, A, B, D, E, bar, line_a, line_b, line_c, line_d, ther
 
 @gluon.jit
 def fetch_state(
-    at, tape, lines, MW1, MS1, MW2, MS2, SU1, SU2, OW1, OW2, bar, spot, N: gl.constexpr, BASE: gl.constexpr, there
+    at, tape, MW1, MS1, MW2, MS2, SU1, SU2, OW1, OW2, bar, states, taped, N: gl.constexpr, BASE: gl.constexpr, there
 ):
     """Of a slice the reads' part in the state's gradients and the state's surprises; with a base also its weights."""
     mbarrier.expect(bar, (8 if BASE else 6) * BYTES, pred=there)
-    tma.async_copy_global_to_shared(at, [N * lines + spot, 0], bar, SU1, pred=there)
-    tma.async_copy_global_to_shared(at, [3 * N * lines + spot, 0], bar, SU2, pred=there)
+    tma.async_copy_global_to_shared(at, [states + N * C, 0], bar, SU1, pred=there)
+    tma.async_copy_global_to_shared(at, [states + 3 * N * C, 0], bar, SU2, pred=there)
     if BASE:
-        tma.async_copy_global_to_shared(at, [spot, 0], bar, OW1, pred=there)
-        tma.async_copy_global_to_shared(at, [2 * N * lines + spot, 0], bar, OW2, pred=there)
-    tma.async_copy_global_to_shared(tape, [(6 * N + 4) * lines + spot, 0], bar, MW1, pred=there)
-    tma.async_copy_global_to_shared(tape, [(7 * N + 4) * lines + spot, 0], bar, MS1, pred=there)
-    tma.async_copy_global_to_shared(tape, [(8 * N + 4) * lines + spot, 0], bar, MW2, pred=there)
-    tma.async_copy_global_to_shared(tape, [(9 * N + 4) * lines + spot, 0], bar, MS2, pred=there)
+        tma.async_copy_global_to_shared(at, [states, 0], bar, OW1, pred=there)
+        tma.async_copy_global_to_shared(at, [states + 2 * N * C, 0], bar, OW2, pred=there)
+    tma.async_copy_global_to_shared(tape, [taped + (6 * N + 4) * C, 0], bar, MW1, pred=there)
+    tma.async_copy_global_to_shared(tape, [taped + (7 * N + 4) * C, 0], bar, MS1, pred=there)
+    tma.async_copy_global_to_shared(tape, [taped + (8 * N + 4) * C, 0], bar, MW2, pred=there)
+    tma.async_copy_global_to_shared(tape, [taped + (9 * N + 4) * C, 0], bar, MS2, pred=there)
 
 
 @gluon.jit
 def write_chunks_backward(
-    k, v, pieces, gain, shares, steps, norms, at, tape, inv_stds, alongs,
+    k, v, pieces, gain, shares, steps, norms, at, tape, kinds, inv_stds, alongs,
     grad_steps, grad_shares, grad_ends, grad_w1, grad_s1, grad_w2, grad_s2, grad_k, grad_v, grad_gain,
-    tokens, heads, count, lines, clip, held,
+    tokens, heads, count, clip, held,
     N: gl.constexpr, NORM: gl.constexpr, RESIDUAL: gl.constexpr, CLIP: gl.constexpr, BASE: gl.constexpr,
 ):  # fmt: skip
     """As `hopper.write_chunks_backward`, in three passes over the slices of a chunk: what depends on the gradients of
@@ -124,11 +126,11 @@ def write_chunks_backward(
         place = start + after - 1 - back_
         line = start_line + (after - 1 - back_) * C
         long = place.to(gl.int64)
-        spot = place * N * C
+        states, taped = place * (4 * N * C), place * kinds * C
         tma.store_wait(0)
-        fetch_tokens(k, v, tape, lines, K, V, D2, UN, PX1, PD2, bars.index(0), line, head, place * C, N)
-        at_x2, at_d1 = spot, N * lines + spot
-        at_pd1, at_px2 = (4 * N + 3) * lines + spot, (5 * N + 3) * lines + spot
+        fetch_tokens(k, v, tape, K, V, D2, UN, PX1, PD2, bars.index(0), line, head, taped, N)
+        at_x2, at_d1 = taped, taped + N * C
+        at_pd1, at_px2 = taped + (4 * N + 3) * C, taped + (5 * N + 3) * C
         fetch_four(tape, tape, tape, tape, A, B, E, F, bars.index(1), at_x2, at_d1, at_pd1, at_px2, True)
         share = shares + long * 10 * C
         carried1, written1, carried2, written2 = last_rows(share)
@@ -173,14 +175,15 @@ def write_chunks_backward(
                 tape, tape, tape, tape, A, B, E, F, bars.index(1), at_x2 + next, at_d1 + next, at_pd1 + next,
                 at_px2 + next, f + 1 < N,
             )  # fmt: skip
-        at_sl, at_be = (2 * N + 1) * lines + spot, (3 * N + 1) * lines + spot
-        net, at_w1, at_w2 = at, spot, 2 * N * lines + spot  # the network's matrices
+        at_sl, at_be = taped + (2 * N + 1) * C, taped + (3 * N + 1) * C
+        net, at_w1, at_w2 = at, states, states + 2 * N * C  # the network's matrices
         if BASE:
-            net, at_w1, at_w2 = tape, (12 * N + 4) * lines + spot, (13 * N + 4) * lines + spot
+            net, at_w1, at_w2 = tape, taped + (12 * N + 4) * C, taped + (13 * N + 4) * C
         fetch_four(tape, tape, tape, net, A, B, E, F, bars.index(1), at_sl, at_be, at_d1, at_w2, True)
-        to_written1, to_carried1 = sums(-of_written, -of_carried)
         error2 = floats(D2)
-        to_written2, to_carried2 = sums(-along_w2 * error2, -along_s2 * error2)
+        to_written1, to_carried1, to_written2, to_carried2 = sums4(
+            -of_written, -of_carried, -along_w2 * error2, -along_s2 * error2
+        )
         store_last_rows(grad_shares + long * 10 * C, to_carried1, to_written1, to_carried2, to_written2)
         to_step1 += to_carried1 * carried1 + to_written1 * written1
         to_step2 += to_carried2 * carried2 + to_written2 * written2
@@ -227,11 +230,12 @@ def write_chunks_backward(
         if RESIDUAL:
             to_keys += to_miss
         tma.store_wait(0)
-        fetch_state(at, tape, lines, MW1, MS1, MW2, MS2, SU1, SU2, OW1, OW2, bars.index(2), spot, N, BASE, True)
+        fetch_state(at, tape, MW1, MS1, MW2, MS2, SU1, SU2, OW1, OW2, bars.index(2), states, taped, N, BASE, True)
 
         # the state before the chunk
         share1, drift1, carry1, share2, drift2, carry2 = last_shares(share)
-        e0, e1, e2, e3, e4, e5 = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
+        none = gl.full([THREADS], 0.0, gl.float32, layout=BY_THREAD)
+        e0, e1, e2, e3, e4, e5 = none, none, none, none, none, none
         for f in range(N):
             mbarrier.wait(bars.index(1), turn)
             turn = turn ^ 1
@@ -270,9 +274,24 @@ def write_chunks_backward(
                 at_w2 + next, f + 1 < N,
             )  # fmt: skip
             fetch_state(
-                at, tape, lines, MW1, MS1, MW2, MS2, SU1, SU2, OW1, OW2, bars.index(2), spot + next, N, BASE, f + 1 < N
+                at,
+                tape,
+                MW1,
+                MS1,
+                MW2,
+                MS2,
+                SU1,
+                SU2,
+                OW1,
+                OW2,
+                bars.index(2),
+                states + next,
+                taped + next,
+                N,
+                BASE,
+                f + 1 < N,
             )
-        store_ends(grad_ends + long * 6, e0, e1, e2, e3, e4, e5)
+        store_ends(grad_ends + long * (6 * THREADS), e0, e1, e2, e3, e4, e5)
         put(PX1, to_keys)
         fence_async_shared()
         tma.async_copy_shared_to_global(grad_k, [line, head * C], PX1)

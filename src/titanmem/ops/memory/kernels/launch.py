@@ -90,7 +90,6 @@ class Call:
             WIDTH=width, NORM=gain is not None, RESIDUAL=residual, BASE=bool(base)
         )  # fmt: skip
         self.writing: dict[str, Any] = dict(clip=clip, CLIP=clip > 0, RESETS=starts is not None)
-        self.pairs = min(4, triton.next_power_of_2(heads * depth))  # a row of the small matrices stays in a warp
 
     def pad_state(self, xs: list[Tensor]) -> list[Tensor]:
         """Matrices [..., I, O] in the kernels' widths; zeros stay zero through the whole scan."""
@@ -138,28 +137,29 @@ class Call:
     def ends(self) -> Tensor:
         """Room for the gradients of the last β, f and m of every chunk, zero where a chunk stays open."""
         s = self.shape
-        return self.q.new_zeros(s.rows, s.count, s.depth, 3, dtype=torch.float32)
+        return self.q.new_zeros(s.rows, s.count, s.depth, 3, 1, dtype=torch.float32)
 
-    @property
-    def gate_grid(self) -> tuple[int, int, int]:
+    def gates(self, kernel: Any, pairs: int, *args: Any, **named: Any) -> None:
+        """Launch a kernel of `gates.py` whose programs hold so many pairs of head and matrix: a row of the small
+        matrices stays in a warp."""
         s = self.shape
-        return s.count, s.batch, triton.cdiv(s.heads * s.depth, self.pairs)
-
-    def gate_sizes(self) -> dict[str, Any]:
+        pairs = min(pairs, triton.next_power_of_2(s.heads * s.depth))
         names = ("tokens", "heads", "count", "DEPTH", "CHUNK", "RAGGED")
-        full = self.sizes["EVEN"] and self.shape.heads * self.shape.depth % self.pairs == 0
-        more = {"PAIRS": self.pairs, "FULL": full, "num_warps": max(1, self.shape.chunk // 64)}
-        return {name: self.sizes[name] for name in names} | more
+        sizes = {name: self.sizes[name] for name in names}
+        full = self.sizes["EVEN"] and s.heads * s.depth % pairs == 0
+        kernel[(s.count, s.batch, triton.cdiv(s.heads * s.depth, pairs))](
+            self.momentum, self.forget, self.lengths, *args,
+            **sizes, PAIRS=pairs, FULL=full, num_warps=max(1, s.chunk // 64), **named,
+        )  # fmt: skip
 
     def gate(self, keep: bool) -> None:
         """The gates' coefficients; `keep` also stores what their backward pass needs."""
+        s = self.shape
         self.blend = self.squares(self.q.dtype)
-        self.carry_to = self.squares(self.q.dtype) if keep else None
+        kept = (s.rows, s.count, s.depth, s.chunk // gate_kernels.BACK.value, s.chunk)
+        self.carry_to = self.q.new_empty(kept) if keep else None
         self.shares = self.vectors(5)
-        gate_kernels.gate_rows[self.gate_grid](
-            self.momentum, self.forget, self.lengths, self.blend, self.carry_to, self.shares,
-            **self.gate_sizes(), KEEP=keep,
-        )  # fmt: skip
+        self.gates(gate_kernels.gate_rows, gate_kernels.PAIRS, self.blend, self.carry_to, self.shares, KEEP=keep)
 
     def write(self, keep: bool) -> None:
         """The key side; `keep` also stores what its backward pass needs."""
@@ -335,10 +335,9 @@ def gates_backward(
     """Gradients of step, momentum and forget, [B, T, H, L]."""
     s = call.shape
     grad_momentum, grad_forget = torch.zeros_like(call.momentum), torch.zeros_like(call.forget)
-    gate_kernels.gate_rows_backward[call.gate_grid](
-        call.momentum, call.forget, call.lengths, call.blend, call.carry_to, call.shares, call.steps,
-        grad_blend, grad_shares, grad_ends, grad_momentum, grad_forget,
-        **call.gate_sizes(),
+    call.gates(
+        gate_kernels.gate_rows_backward, gate_kernels.PAIRS_BACK, call.blend, call.carry_to, call.shares, call.steps,
+        grad_blend, grad_shares, grad_ends, grad_momentum, grad_forget, ENDS=grad_ends.shape[-1],
     )  # fmt: skip
     to_step = grad_steps[:, :, :, 0].unflatten(0, (-1, s.heads)).permute(0, 2, 4, 1, 3)
     to_step = to_step.flatten(1, 2)[:, : s.tokens]
@@ -386,4 +385,4 @@ def _add_pending(
     held = torch.zeros(s.rows, s.depth, 5, s.chunk, device=device)
     held[:, :, 3], held[:, :, 4] = mix[:, :, 1, 2:], mix[:, :, 0, 2:]
     grad_shares[pick] += held
-    grad_ends[pick] = torch.stack([mix[:, :, 0, 0], mix[:, :, 0, 1], mix[:, :, 1, 1]], -1)
+    grad_ends[pick] = torch.stack([mix[:, :, 0, 0], mix[:, :, 0, 1], mix[:, :, 1, 1]], -1).unsqueeze(-1)
