@@ -15,8 +15,8 @@ import pytest
 import torch
 
 import titanmem
-from ops.test_kernels import DEVICE, check
-from support import without_interpreter
+from ops.test_kernels import DEVICE, as_type, check
+from support import make_problem, without_interpreter
 from titanmem.bench.ops import MemoryCase, MemoryProblem
 from titanmem.ops import backend
 from titanmem.ops.memory import Gates, memory, support
@@ -173,6 +173,24 @@ def test_documents_on_chunk_borders(kernels, hidden, base):
 
 def test_gates_of_exactly_zero_and_one(kernels):
     check(torch.bfloat16, 64, batch=1, tokens=128, width=64, hidden=64, extreme=True)
+
+
+def test_views_that_begin_anywhere(kernels):
+    """The copy engine reads from multiples of 16 bytes."""
+    problem = as_type(make_problem(batch=1, tokens=64, width=64, hidden=64), torch.bfloat16)
+
+    def run(q):
+        with titanmem.backend(memory="triton"):
+            return memory(q, problem.k, problem.v, problem.gates, problem.fast, gain=problem.gain)[0]
+
+    odd = torch.cat([torch.zeros_like(problem.q[:, :1, :1, :1]).flatten(), problem.q.flatten()])
+    y = run(problem.q)
+    assert torch.equal(run(odd[1:].view_as(problem.q)), y)
+    upstream = torch.randn_like(y).flatten()
+    (expected,) = torch.autograd.grad(y.flatten(), problem.q, upstream, retain_graph=True)
+    narrow = torch.cat([upstream[:1], upstream])[1:]
+    (found,) = torch.autograd.grad(y.flatten(), problem.q, narrow)
+    assert torch.equal(found, expected)
 
 
 @BASE

@@ -23,7 +23,7 @@ from titanmem.ops.memory.kernels import (
     hopper_wide_backward,
 )
 from titanmem.ops.memory.kernels.hopper_tiles import QUERY_WARPS, SHARED, TILE, WARPS
-from titanmem.ops.memory.kernels.launch import Call, gates_backward, state_and_gain_grads
+from titanmem.ops.memory.kernels.launch import Call, gates_backward, state_and_gain_grads, whole
 from titanmem.ops.memory.plan import Pieces, cut_pieces
 
 
@@ -233,7 +233,7 @@ def backward(call: Call, grad_y: Tensor, grad_state: list[Tensor], kept: list[Te
     grad_blend, grad_shares, grad_steps = call.squares(torch.bfloat16), call.vectors(5), call.vectors(1)
     grad_ends = call.q.new_empty(s.rows, s.count, 2, 3, 32 * WARPS, dtype=torch.float32)  # of every thread
     gain_parts = call.q.new_empty(s.rows, s.count, TILE, dtype=torch.float32)
-    q, k, v, given, grad_q, grad_k, grad_v = token_tiles(call.q, call.k, call.v, grad_y.contiguous(), *grads)
+    q, k, v, given, grad_q, grad_k, grad_v = token_tiles(call.q, call.k, call.v, whole(grad_y), *grads)
     grid = (s.count, s.rows)
     hopper_tape.retrace_chunks[grid](
         k, v, call.gain, *own_base(call), at, *taping(tape), *rows, **sizes(call) | {"N": slices(call)}

@@ -140,8 +140,8 @@ class Call:
         return self.q.new_zeros(s.rows, s.count, s.depth, 3, 1, dtype=torch.float32)
 
     def gates(self, kernel: Any, pairs: int, *args: Any, **named: Any) -> None:
-        """Launch a kernel of `gates.py` whose programs hold so many pairs of head and matrix: a row of the small
-        matrices stays in a warp."""
+        """Launch a kernel of `gates.py` whose programs hold so many pairs of head and matrix, a warp for every
+        64 tokens."""
         s = self.shape
         pairs = min(pairs, triton.next_power_of_2(s.heads * s.depth))
         names = ("tokens", "heads", "count", "DEPTH", "CHUNK", "RAGGED")
@@ -248,12 +248,18 @@ class Call:
 
 
 def pad(x: Tensor, last: int, before_last: int | None = None) -> Tensor:
-    """Zeros behind the last axis, and behind the one before it, up to these widths; contiguous."""
+    """Zeros behind the last axis, and behind the one before it, up to these widths; `whole`."""
     tall = 0 if before_last is None else before_last - x.shape[-2]
     wide = last - x.shape[-1]
     if not (wide or tall):
-        return x.contiguous()
+        return whole(x)
     return torch.nn.functional.pad(x, (0, wide, 0, tall) if tall else (0, wide))
+
+
+def whole(x: Tensor) -> Tensor:
+    """Contiguous, and beginning where the copy engine can read it, which a view may not."""
+    x = x.contiguous()
+    return x if x.data_ptr() % 16 == 0 else x.clone()
 
 
 def _four(xs: list[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
