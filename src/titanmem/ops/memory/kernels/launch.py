@@ -140,16 +140,16 @@ class Call:
         return self.q.new_zeros(s.rows, s.count, s.depth, 3, 1, dtype=torch.float32)
 
     def gates(self, kernel: Any, pairs: int, *args: Any, **named: Any) -> None:
-        """Launch a kernel of `gates.py` whose programs hold so many pairs of head and matrix, a warp for every
-        64 tokens."""
+        """Launch a kernel of `gates.py`. A program is one warp, which sums and scans do not leave; it holds so many
+        pairs of head and matrix, fewer where chunks have more than 64 tokens."""
         s = self.shape
-        pairs = min(pairs, triton.next_power_of_2(s.heads * s.depth))
+        pairs = min(max(1, 64 * pairs // max(64, s.chunk)), triton.next_power_of_2(s.heads * s.depth))
         names = ("tokens", "heads", "count", "DEPTH", "CHUNK", "RAGGED")
         sizes = {name: self.sizes[name] for name in names}
         full = self.sizes["EVEN"] and s.heads * s.depth % pairs == 0
         kernel[(s.count, s.batch, triton.cdiv(s.heads * s.depth, pairs))](
             self.momentum, self.forget, self.lengths, *args,
-            **sizes, PAIRS=pairs, FULL=full, num_warps=max(1, s.chunk // 64), **named,
+            **sizes, PAIRS=pairs, FULL=full, num_warps=1, **named,
         )  # fmt: skip
 
     def gate(self, keep: bool) -> None:
