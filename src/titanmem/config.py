@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields
 from importlib import import_module
 from pathlib import Path
@@ -17,6 +17,10 @@ _found: dict[type, dict[str, Any]] = {}  # by `_hints`
 @dataclass(frozen=True)
 class Config:
     """Base of the frozen config dataclasses."""
+
+    def __new__(cls, *args: Any, **settings: Any) -> Self:
+        check_keys(settings, [f.name for f in fields(cls)], cls.__name__)
+        return super().__new__(cls)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
@@ -97,9 +101,13 @@ def check_keys(values: Mapping[str, Any], known: list[str], where: str) -> None:
     """Raise for a key that `where` does not know."""
     for key in values:
         if key not in known:
-            near = difflib.get_close_matches(key, known, 1)
-            hint = f"; did you mean {near[0]!r}?" if near else "."
-            raise ValueError(f"{where} has no setting {key!r}{hint} Known: {', '.join(sorted(known))}")
+            raise ValueError(f"{where} has no setting {key!r}{nearest(key, known)} Known: {', '.join(sorted(known))}")
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """How an error about an unknown name goes on."""
+    near = difflib.get_close_matches(name, list(known), 1)
+    return f"; did you mean {near[0]!r}?" if near else "."
 
 
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", NoneType: "null"}

@@ -401,7 +401,7 @@ BABILONG = ["babilong", "babilong.facts=babi", "babilong.text=short.txt"]
         (["perplexity", "perplexity.text=empty.txt"], "empty.txt holds no text"),
         (["perplexity", "perplexity.text=latin.txt"], "latin.txt, line 2 is not UTF-8"),
         (["perplexity", "perplexity.text=number.jsonl"], "number.jsonl, line 1: expected an object with a text, got 7"),
-        (["needle", "--device", "gpu"], "--device gpu: torch knows no such device"),
+        (["needle", "--device", "gpu"], "device gpu: torch knows no such device"),
         (["memory", "memory.text=short.txt"], "have no 4096 tokens (short.txt)"),
         (["memory", "memory.text=nowhere"], "is neither a file nor a folder"),
         (["choices", "choices.folder=nowhere"], "nowhere holds no"),

@@ -184,7 +184,7 @@ def test_the_commands_train_score_and_predict(tmp_path, folder, capsys, monkeypa
         (["dna", "predict", "run", "gap.fa"], "gap.fa, line 4: the gap '-' is no base"),
         (["dna", "predict", "run", "cut.fa.gz"], "cannot read cut.fa.gz: Compressed file ended"),
         (["dna", "predict", "run", "none.fa"], "there is no file none.fa"),
-        (["dna", "predict", "run", "new.fa", "--device", "gpu"], "--device gpu: torch knows no such device"),
+        (["dna", "predict", "run", "new.fa", "--device", "gpu"], "device gpu: torch knows no such device"),
         (["dna", "train", "alone.csv"], "alone.csv has the label x alone"),
         (["dna", "train", "nowhere"], "there is no file or folder nowhere"),
         (["dna", "train", str(folder), "--model", "rnn"], "unknown model 'rnn'; known: lmm"),

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import os
 import platform
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--check", action="store_true", help="also train small models a step and compare with float64 (a minute)"
+        "--check", action="store_true", help="also train small models a step and compare with float64 (half a minute)"
     )
 
 
@@ -27,6 +28,10 @@ def run(arguments: argparse.Namespace) -> int:
     line("python", platform.python_version())
     line("torch", torch.__version__)
     line("cpu", f"{torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}")
+    cores, busy = os.cpu_count() or 1, os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    if busy > cores / 2:
+        line("", f"other programs keep {busy:.1f} of {cores} cores busy; torch's threads wait for each other then:")
+        line("", "OMP_NUM_THREADS=1 before a command can make it many times as fast")
     if torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):
             about = torch.cuda.get_device_properties(index)

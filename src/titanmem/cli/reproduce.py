@@ -83,7 +83,12 @@ def run(arguments: argparse.Namespace) -> int:
     failed = [] if arguments.show else chosen.run(arguments.parallel)
     records = chosen.records()
     require(bool(records), f"no run is stored in {chosen.out}; the logs are in {chosen.runs}")
-    print(f"\n{about}\n\n{chosen.table(records)}")
+    note = (
+        "\n\nScale tiny: this shows that everything runs, and nothing about the models."
+        if chosen.scale == "tiny"
+        else ""
+    )
+    print(f"\n{about}{note}\n\n{chosen.table(records)}")
     save_picture(lambda: chosen.figure(records), chosen.runs / f"{chosen.name}.png")
     return 1 if failed else 0
 

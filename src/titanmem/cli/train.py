@@ -12,7 +12,9 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("recipe", nargs="?", help="for instance mac-tiny-python; --list shows all")
+    parser.add_argument(
+        "recipe", nargs="?", help="for instance mac-tiny-python; --list shows all. It runs on the GPU if there is one"
+    )
     parser.add_argument(
         "settings", nargs="*", help="key=value, for instance steps=200 optim.lr=1e-3 model.memory.depth=1"
     )

@@ -153,9 +153,9 @@ def find_device(device: torch.device | str | None) -> torch.device:
     try:
         found = torch.device(device)
     except RuntimeError as error:
-        raise ValueError(f"--device {device}: torch knows no such device; use cpu or cuda") from error
+        raise ValueError(f"device {device}: torch knows no such device; use cpu or cuda") from error
     require(
         found.type != "cuda" or torch.cuda.is_available(),
-        f"--device {device}: this torch finds no GPU; use --device cpu",
+        f"device {device}: this torch finds no GPU; use cpu",
     )
     return found

@@ -362,7 +362,8 @@ class TitansLM(Model):
                 f"ids must be an int64 tensor [batch, tokens], got {type(ids).__name__}; use torch.tensor(ids)"
             )
         if ids.dim() != 2 or ids.dtype not in (torch.int64, torch.int32):
-            raise ValueError(f"ids must be an int64 tensor [batch, tokens], got {ids.dtype} {list(ids.shape)}")
+            hint = "; ids.unsqueeze(0) is a batch of one row" if ids.dim() == 1 else ""
+            raise ValueError(f"ids must be an int64 tensor [batch, tokens], got {ids.dtype} {list(ids.shape)}{hint}")
         if ids.shape[0] == 0:
             raise ValueError("ids has a batch of 0 rows, expected at least 1")
         if not unseen() and ids.numel() and not ids.is_cuda:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from titanmem.blocks import BLOCKS
+from titanmem.config import nearest
 from titanmem.layers.neural_memory import PRESETS
 from titanmem.models.cost import parameters
 from titanmem.models.language import TitansConfig
@@ -55,9 +56,10 @@ def named_config(name: str) -> TitansConfig:
     """The config of "BLOCK-SIZE" or "BLOCK-SIZE-chunkN"."""
     found = re.fullmatch(r"([a-z]+)-([0-9a-z.]+?)(?:-chunk([0-9]+))?", name.lower())
     if found is None or found[1] not in BLOCKS or found[2] not in SIZES:
+        known = [f"{block}-{size}" for block in BLOCKS for size in SIZES]
         raise ValueError(
-            f"unknown model {name!r}; expected BLOCK-SIZE[-chunkN] with a block of {', '.join(BLOCKS)} and a "
-            f"size of {', '.join(SIZES)}"
+            f"unknown model {name!r}{nearest(name, known)} Expected BLOCK-SIZE[-chunkN] with a block of "
+            f"{', '.join(BLOCKS)} and a size of {', '.join(SIZES)}"
         )
     block, size_name, chunk = found.groups()
     size = SIZES[size_name]

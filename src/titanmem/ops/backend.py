@@ -12,7 +12,8 @@ import torch
 _FORMS: dict[str, dict[str, str]] = {
     "memory": {
         "chunked": "exact parallel form in plain torch, any device, depth and dtype",
-        "triton": "the same in GPU kernels; by itself only on Hopper GPUs, where they were checked",
+        "triton": "the same in GPU kernels; by itself only on Hopper GPUs, where they were compared; `titanmem doctor "
+        "--check` does so here",
         "reference": "token loop, the specification; slow, for tests and reading",
     },
     "streams": {

@@ -12,6 +12,7 @@ A recipe is a function of block and size that returns a `TrainConfig`; every set
 from __future__ import annotations
 
 from titanmem.blocks import BLOCKS
+from titanmem.config import nearest
 from titanmem.models.language import TitansConfig
 from titanmem.models.sizes import PAPER_SIZES, SIZES
 from titanmem.recipes.models import FLA_MODELS, MODELS
@@ -118,8 +119,9 @@ def recipe(name: str) -> TrainConfig:
     """The config of a recipe."""
     if name not in names():
         raise ValueError(
-            f"unknown recipe {name!r}; expected BLOCK-SIZE-fineweb or BLOCK-({'|'.join(PYTHON)})-python with a block "
-            f"of {', '.join(BLOCKS)} and a size of {', '.join(PAPER_SIZES)}, or MODEL-TASK with a model of "
+            f"unknown recipe {name!r}{nearest(name, names())} Expected BLOCK-SIZE-fineweb or "
+            f"BLOCK-({'|'.join(PYTHON)})-python with a block of {', '.join(BLOCKS)} and a size of "
+            f"{', '.join(PAPER_SIZES)}, or MODEL-TASK with a model of "
             f"{', '.join((*MODELS, *FLA_MODELS))} and a task of {', '.join(TASKS)} (titanmem train --list)"
         )
     if name.endswith("-tiny-recall"):
