@@ -14,9 +14,10 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, replace
+from hashlib import sha256
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from titanmem.bench.ops import PEAK, MemoryCase, MemoryProblem, check, errors, l
 from titanmem.bench.timing import interleaved
 from titanmem.ops import backend
 from titanmem.ops.loss import linear_cross_entropy
+from titanmem.ops.memory import kernels
 from titanmem.ops.streams.custom_op import stream_scan
 
 RESULTS = Path(__file__).parent / "results"
@@ -69,6 +71,10 @@ MORE_ON_A_BASE = {
 }
 
 
+def name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 def check_case(case: MemoryCase, dtype: torch.dtype, seeds: int) -> dict[str, Any]:
     """How the kernels' errors of a case compare with plain torch's: of the first problem, which must be within twice,
     and root mean squares over `seeds` problems, which must be too. One problem may be kinder to one of the two."""
@@ -84,7 +90,7 @@ def check_case(case: MemoryCase, dtype: torch.dtype, seeds: int) -> dict[str, An
     over_seeds = max(a / max(b, least) for a, b in zip(kernel, plain, strict=True)) ** 0.5
     return {
         "case": str(case),
-        "dtype": str(dtype).removeprefix("torch."),
+        "dtype": name_of(dtype),
         "right": right and over_seeds <= 2,
         "ratio": ratio,
         "worst": worst,
@@ -93,17 +99,39 @@ def check_case(case: MemoryCase, dtype: torch.dtype, seeds: int) -> dict[str, An
     }
 
 
-def check_cases(cases: list[MemoryCase], jobs: int, seeds: int) -> list[dict[str, Any]]:
-    """All cases in float32 and in 16 bits, each compiled in a process of its own."""
-    calls = [(case, dtype, seeds) for case in cases for dtype in (torch.float32, low_dtype())]
-    found = []
+def fingerprint() -> str:
+    """Other kernels, another fingerprint."""
+    folder = Path(kernels.__file__).parent
+    return sha256(b"".join(file.read_bytes() for file in sorted(folder.glob("*.py")))).hexdigest()[:12]
+
+
+def check_cases(
+    cases: list[MemoryCase], jobs: int, seeds: int, done: Collection[tuple[str, str, int]]
+) -> Iterator[dict[str, Any]]:
+    """All cases in float32 and in 16 bits that are not done (case, dtype, seeds), each compiled in a process of its
+    own, as they come in."""
+    both = [(case, dtype) for case in cases for dtype in (torch.float32, low_dtype())]
+    calls = [(case, dtype, seeds) for case, dtype in both if (str(case), name_of(dtype), seeds) not in done]
     with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
-        for one in pool.map(check_case, *zip(*calls, strict=True)):
+        for i, work in enumerate(as_completed([pool.submit(check_case, *call) for call in calls]), 1):
+            one = work.result()
             verdict = "ok " if one["right"] else "BAD"
             shown = f"{one['case']}, {one['dtype']}: worst {one['worst']:.1e}, {one['ratio']:.2f}× plain torch, "
             shown += f"{one['ratio_over_seeds']:.2f}× over {seeds} seeds"
-            print(verdict, shown, flush=True)
-            found.append(one)
+            print(f"{i:3}/{len(calls)} {verdict} {shown}", flush=True)
+            yield one
+
+
+def check_shapes(about: dict[str, Any], jobs: int, seeds: int) -> list[dict[str, Any]]:
+    """All of SHAPES, each kept as soon as it is known; what was known of these kernels is not checked again."""
+    about = {"machine": about, "kernels": fingerprint()}
+    held = stored("kernel_checks.json")
+    found = held["cases"] if about.items() <= held.items() else []
+    done = [(one["case"], one["dtype"], one["seeds"]) for one in found]
+    print(f"{len(done)} checks of these kernels are kept", flush=True)
+    for one in check_cases([MemoryCase(*shape) for shape in SHAPES], jobs, seeds, done):
+        found.append(one)
+        write("kernel_checks.json", {**about, "cases": found})
     return found
 
 
@@ -268,11 +296,16 @@ def show_code() -> list[dict[str, Any]]:
     return found
 
 
+def stored(name: str) -> dict[str, Any]:
+    """What a file of results says."""
+    file = RESULTS / name
+    return json.loads(file.read_text()) if file.exists() else {}
+
+
 def write(name: str, found: dict[str, Any]) -> None:
     """What the file says besides stays."""
-    file = RESULTS / name
-    held = json.loads(file.read_text()) if file.exists() else {}
-    file.write_text(json.dumps({**held, **found}, indent=1, ensure_ascii=False) + "\n")
+    text = json.dumps({**stored(name), **found}, indent=1, ensure_ascii=False)
+    (RESULTS / name).write_text(text + "\n")
 
 
 def main() -> None:
@@ -293,10 +326,10 @@ def main() -> None:
         )
     about = {"gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None, "torch": torch.__version__}
     if arguments.what == "check":
-        cases = [MemoryCase(*shape) for shape in (SMALL if arguments.small else SHAPES)]
-        found = check_cases(cases, 1 if arguments.small else arguments.jobs, arguments.seeds)
-        if not arguments.small:
-            write("kernel_checks.json", {"machine": about, "cases": found})
+        if arguments.small:
+            found = list(check_cases([MemoryCase(*shape) for shape in SMALL], 1, arguments.seeds, ()))
+        else:
+            found = check_shapes(about, arguments.jobs, arguments.seeds)
         sys.exit(0 if all(one["right"] for one in found) else 1)
     full = [MemoryCase(8, 4096, hidden=hidden, base=base) for base in (False, True) for hidden in (64, 128, 256)]
     if arguments.what == "time":
