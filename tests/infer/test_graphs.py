@@ -239,6 +239,18 @@ def test_a_state_that_stands_within_a_chunk_is_read_without_the_graph():
         assert_same_state(reader.read(ids, within), model(ids, within)[1])
 
 
+def test_a_graph_is_made_where_chunks_and_segments_end_though_the_first_piece_ended_elsewhere():
+    model = make("mac", segment_len=8)
+    ids = torch.randint(0, 39, (1, 16), generator=torch.Generator().manual_seed(3)).to(DEVICE)
+    with torch.no_grad():
+        _, within = model(ids[:, :5], model.start(1))
+    reader = Pieces(model, capture=Graph if GPU else Blind)
+    reader.read(ids, reader.read(ids, within))
+    assert reader._graph is None
+    reader.read(ids, reader.read(ids, model.start(1)))
+    assert reader._graph is not None
+
+
 def test_an_engine_with_graphs_reads_long_texts_as_one_without():
     text = "The quick brown fox jumps over the lazy dog. " * 9
     pasts = []

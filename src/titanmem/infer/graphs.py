@@ -279,7 +279,7 @@ class Pieces:
         """Read ids [1, T], the same T every time; returns the new state."""
         if self._graph is None:
             new = self._read(ids, state)
-            if _form(new) == _form(state):
+            if _form(new) == _form(state) and not parts(state, PendingWrites) and not parts(state, SegmentState):
                 self._prepare(ids, state)
             return new
         if _form(state) != self._fits:
