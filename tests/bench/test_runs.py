@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from titanmem.bench import speed
 from titanmem.bench.record import RunRecord, thinned
 from titanmem.bench.script import run_script
 from titanmem.bench.tasks import TaskTable, join_depths
@@ -33,7 +34,7 @@ def load(name):
     return module
 
 
-tasks, results = map(load, ("tasks", "results"))
+aims, tasks, results = map(load, ("aims", "tasks", "results"))
 
 
 @pytest.fixture
@@ -208,6 +209,45 @@ def test_the_results_page_is_what_the_stored_runs_make():
         "run make results"
     )
     assert {each.picture for each in found if each.pictured} == set(results.IMAGES.glob("results-*.png"))
+
+
+def test_a_speed_that_was_measured_stays_when_the_next_shape_fails(tmp_path, monkeypatch):
+    def one_and_no_more(models, shapes, *rest):
+        (rows, length), *_ = shapes
+        yield {"rows": rows, "length": length, "tokens_per_s": 1.0, "step_ms": {"median": 2.0}}
+        raise RuntimeError("the driver is gone")
+
+    monkeypatch.setattr(speed, "bench_train", one_and_no_more)
+    job = speed.SpeedJob(
+        model="attention", seed=0, settings={"scale": "tiny"}, shapes=[(2, 8), (1, 16)], out=tmp_path, runs=tmp_path
+    )
+    with pytest.raises(RuntimeError):
+        job.run(1)
+    assert [entry["level"] for entry in RunRecord.read(job.file).levels] == [{"rows": 2, "length": 8}]
+    assert (job.missing(), job.step()) == ([(1, 16)], 1)
+
+
+def test_aims_stand_beside_what_was_measured_and_nothing_else(tmp_path):
+    assert {aim.verdict for aim in aims.aims(aims.Stored(tmp_path))} == {"not measured"}
+
+    def operation(hidden, name, ms, gib):
+        case = f"8×4096, 16×64, depth 2, hidden {hidden}, chunk 64"
+        return {"case": case, "name": name, "both_ms": {"median": ms}, "peak_gib": gib}
+
+    ours, linear, titans = "titanmem kernels", "gated delta rule (fla)", "titans-pytorch"
+    records = [operation(64, ours, 2.0, 1.0), operation(64, linear, 4.0, 1.0), operation(64, titans, 400.0, 40.0)]
+    records += [operation(128, ours, 9.0, 1.0), operation(128, linear, 4.0, 1.0)]
+    (tmp_path / "bench_ops.json").write_text(json.dumps({"records": records}))
+    for model, tokens in (("lmm+hidden1", 90.0), ("attention", 100.0), ("mag+hidden1", 85.0), ("mal+hidden1", 75.0)):
+        level = {"level": {"rows": 8, "length": 4096}, "tokens_per_s": tokens}
+        run = RunRecord("throughput", model, 0, 1, 1, 1.0, [level], score="tokens_per_s")
+        run.write(tmp_path / "throughput" / f"{model}-speed.json")
+    rows = [aim.row() for aim in aims.aims(aims.Stored(tmp_path))]
+    assert rows[0].endswith("| ≤ 1 / 1.6 / 3.5 | 0.5 / 2.25 / – | missed, not all measured |")
+    assert rows[1].endswith("| ≥ 150 / 150 | 200 / – | reached, not all measured |")
+    assert rows[2].endswith("| ≤ 0.05 / 0.05 | 0.025 / – | reached, not all measured |")
+    assert rows[3].endswith("| – / – | not measured |")
+    assert rows[5].endswith("| ≥ 0.8 / 0.8 / 0.5 | 0.85 / 0.75 / – | missed, not all measured |")
 
 
 def test_a_thinned_curve_keeps_its_mean_and_its_end():

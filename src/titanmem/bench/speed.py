@@ -62,34 +62,39 @@ class SpeedJob(Job):
         """Whether every shape is stored."""
         return not self.missing()
 
+    def step(self) -> int:
+        return len(self.shapes) - len(self.missing())
+
     def run(self, beside: int) -> RunRecord:
-        config, begin, held, here = self.model_config(), time.perf_counter(), self.held(), machine()
+        """Every shape is kept as soon as it is known."""
+        config, begin, record, here = self.model_config(), time.perf_counter(), self.held(), machine()
         require(
-            held is None or held.machine.get("device") == here["device"],
+            record is None or record.machine.get("device") == here["device"],
             f"{self.file} was measured on another device than {here['device']}; give a --label, or another --out",
         )
         models = {} if config is None else {self.model: config}
         peers = [PEERS[self.model]] if config is None else []
-        found = list(bench_train(models, self.missing(), device(), self.repeats, peers))
-        require(bool(found), f"{self.model} does not run here; its library is not installed, or not all of it")
-        levels = [*(() if held is None else held.levels), *map(self._level, found)]
-        minutes = (time.perf_counter() - begin) / 60 + (0.0 if held is None else held.minutes)
-        record = RunRecord(
-            experiment=self.experiment,
-            model=self.model,
-            seed=self.seed,
-            parameters=0 if config is None else config.parameters(),
-            steps=len(levels),
-            minutes=round(minutes, 2),
-            levels=levels,
-            score=SCORE,
-            label=self.label,
-            settings=self.settings,
-            beside=beside,
-            machine=here,
-            commit=provenance()["commit"],
-        )
-        record.write(self.file)
+        levels, before = ([], 0.0) if record is None else (list(record.levels), record.minutes)
+        for found in bench_train(models, self.missing(), device(), self.repeats, peers):
+            levels.append(self._level(found))
+            record = RunRecord(
+                experiment=self.experiment,
+                model=self.model,
+                seed=self.seed,
+                parameters=0 if config is None else config.parameters(),
+                steps=len(levels),
+                minutes=round(before + (time.perf_counter() - begin) / 60, 2),
+                levels=levels,
+                score=SCORE,
+                label=self.label,
+                settings=self.settings,
+                beside=beside,
+                machine=here,
+                commit=provenance()["commit"],
+            )
+            record.write(self.file)
+        if record is None:
+            raise ValueError(f"{self.model} does not run here; its library is not installed, or not all of it")
         return record
 
     def _level(self, entry: dict[str, Any]) -> dict[str, Any]:
