@@ -3,7 +3,8 @@
     python benchmarks/results.py            # make results
 
 What people have to say about the numbers stands in benchmarks/results/commentary.md: `## EXPERIMENT` goes before an
-experiment's tables, what follows `### Seen` there goes after them, and what precedes the first section opens the page.
+experiment's tables, what follows `### Seen` there goes after them, what precedes the first section opens the page, and
+`## What did not reproduce` ends it.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ PAGE = ROOT / "docs" / "results.md"
 IMAGES = PAGE.parent / "images"
 LONGEST = 60  # characters of a setting in a table
 SEEN = "### Seen"
+LAST = "What did not reproduce"
 
 
 def read_commentary(text: str) -> dict[str, str]:
@@ -304,6 +306,8 @@ def page(found: Sequence[Experiment], commentary: str) -> str:
         lines += ["No run is stored yet.", ""]
     for each in found:
         lines += each.section(texts.get(each.name, ""))
+    if LAST in texts:
+        lines += [f"## {LAST}", "", texts[LAST], ""]
     return "\n".join(lines).rstrip() + "\n"
 
 
