@@ -193,6 +193,18 @@ def test_views_that_begin_anywhere(kernels):
     assert torch.equal(found, expected)
 
 
+def test_a_gradient_of_the_final_state_in_any_layout(kernels):
+    problem = as_type(make_problem(batch=1, tokens=64, width=64, hidden=128), torch.bfloat16)
+    with titanmem.backend(memory="triton"):
+        _, fast = memory(problem.q, problem.k, problem.v, problem.gates, problem.fast, gain=problem.gain)
+    asked = [problem.k, problem.v, *problem.fast.start_weight]
+    upstream = [torch.randn_like(w) for w in fast.weight]
+    turned = [g.mT.contiguous().mT for g in upstream]
+    both = [torch.autograd.grad(fast.weight, asked, grads, retain_graph=True) for grads in (upstream, turned)]
+    for expected, found in zip(*both, strict=True):
+        assert torch.equal(found, expected)
+
+
 @BASE
 def test_compiled_as_launched(kernels, base):
     problem = MemoryProblem(MemoryCase(2, 128, heads=2, base=base), torch.device(DEVICE))

@@ -181,3 +181,30 @@ def test_documents_anywhere_take_the_chunked_form():
     found, expected = (solve(problem, form, 16, starts=starts, fresh=fresh) for form in ("triton", "chunked"))
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("width", [16, 20], ids=["whole", "padded"])
+def test_tensors_in_any_layout(width):
+    """As a convolution leaves them; padding keeps such a layout."""
+    problem = as_type(make_problem(batch=2, tokens=40, width=width, hidden=24), torch.float32)
+    channels_last = lambda x: x.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
+    lengths = torch.tensor([23, 9, 40, 9], dtype=torch.int32, device=DEVICE)[::2]
+    upstream = torch.randn(problem.q.shape, device=DEVICE)
+    found = []
+    for lay in (torch.Tensor.contiguous, channels_last):
+        q, k, v = (lay(x) for x in (problem.q, problem.k, problem.v))
+        with titanmem.backend(memory="triton"):
+            y, fast = memory(
+                q,
+                k,
+                v,
+                problem.gates,
+                problem.fast,
+                gain=problem.gain,
+                chunk_len=16,
+                lengths=lengths.contiguous() if lay is torch.Tensor.contiguous else lengths,
+            )
+        grads = torch.autograd.grad(y, [problem.q, problem.v, *problem.fast.start_weight], lay(upstream))
+        found.append([y, *fast.weight, *grads])
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)

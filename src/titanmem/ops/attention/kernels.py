@@ -155,6 +155,7 @@ def _launch(kernel: Any, like: Tensor, *given: Any, **constants: int) -> None:
     batch, blocks, size, heads, width = like.shape
     padded = triton.next_power_of_2(width)
     tokens = TILE // padded
-    kernel[(heads * -(-size // tokens) * batch * blocks,)](
-        *given, blocks, size, heads, **constants, WIDTH=width, D=padded, TOKENS=tokens
-    )
+    with torch.cuda.device_of(like):
+        kernel[(heads * -(-size // tokens) * batch * blocks,)](
+            *given, blocks, size, heads, **constants, WIDTH=width, D=padded, TOKENS=tokens
+        )

@@ -17,9 +17,10 @@ def softmax_error(logits: Tensor, labels: Tensor, write: bool) -> Tensor:
     rows, size = logits.shape
     losses = torch.empty(rows, dtype=torch.float32, device=logits.device)
     block = min(BLOCK, 1 << (size - 1).bit_length())
-    kernels.softmax_error_rows[(rows,)](
-        logits, labels, losses, size, BLOCK=block, WRITE=write, num_warps=max(4, block // 512)
-    )
+    with torch.cuda.device_of(logits):
+        kernels.softmax_error_rows[(rows,)](
+            logits, labels, losses, size, BLOCK=block, WRITE=write, num_warps=max(4, block // 512)
+        )
     return losses
 
 

@@ -295,6 +295,8 @@ def _check(
     if not (q.shape == k.shape == v.shape and q.dim() == 4):
         given = ", ".join(str(tuple(x.shape)) for x in (q, k, v))
         raise ValueError(f"q, k and v must share one shape [B, T, H, D], got {given}")
+    if not q.dtype == k.dtype == v.dtype:
+        raise ValueError(f"q, k and v must share one dtype, got {q.dtype}, {k.dtype} and {v.dtype}; convert them")
     batch, tokens, heads, width = q.shape
     first, last = fast.start_weight[0], fast.start_weight[-1]
     if first.shape[:3] != (batch, heads, width) or last.shape[3] != width:

@@ -106,12 +106,13 @@ def scan(
     if runs_kernels(form, starts, chunk_len):
         from titanmem.ops.memory.kernels import launch
 
-        call = launch.Call(q, k, v, gates, state, fresh, base, gain, lengths, starts, chunk_len, residual, clip)
-        if whole_tiles(q, weight, chunk_len, lengths):
-            from titanmem.ops.memory.kernels import hopper_launch
+        with torch.cuda.device_of(q):
+            call = launch.Call(q, k, v, gates, state, fresh, base, gain, lengths, starts, chunk_len, residual, clip)
+            if whole_tiles(q, weight, chunk_len, lengths):
+                from titanmem.ops.memory.kernels import hopper_launch
 
-            return hopper_launch.forward(call, keep and keeps_states(starts))
-        return launch.forward(call, leaves_pending(q.shape[1], chunk_len, offset, lengths, starts))
+                return hopper_launch.forward(call, keep and keeps_states(starts))
+            return launch.forward(call, leaves_pending(q.shape[1], chunk_len, offset, lengths, starts))
     laid, carry = open_scan(
         q, k, v, gates, state, pending, offset, fresh, base, gain, lengths, starts, count, chunk_len, residual, clip
     )
@@ -224,12 +225,13 @@ def scan_grads(
     if runs_kernels(form, starts, chunk_len):
         from titanmem.ops.memory.kernels import launch
 
-        call = launch.Call(q, k, v, gates, state, fresh, base, gain, lengths, starts, chunk_len, residual, clip)
-        if whole_tiles(q, state[: len(state) // 2], chunk_len, lengths):
-            from titanmem.ops.memory.kernels import hopper_launch
+        with torch.cuda.device_of(q):
+            call = launch.Call(q, k, v, gates, state, fresh, base, gain, lengths, starts, chunk_len, residual, clip)
+            if whole_tiles(q, state[: len(state) // 2], chunk_len, lengths):
+                from titanmem.ops.memory.kernels import hopper_launch
 
-            return hopper_launch.backward(call, grad_y, grad_state, kept)
-        return launch.backward(call, grad_y, grad_state, grad_pending)
+                return hopper_launch.backward(call, grad_y, grad_state, kept)
+            return launch.backward(call, grad_y, grad_state, grad_pending)
     with torch.autocast(q.device.type, enabled=False):
         scan, carry = open_scan(
             q, k, v, gates, state, pending, offset, fresh, base, gain, lengths, starts, count, chunk_len, residual, clip

@@ -44,7 +44,8 @@ def stream_scan(
 
     ys = _new_streams(x, heads, width)
     grid, options = _launch(FORWARD, x, weight, fresh, since, heads, width, normed)
-    kernels.streams_forward[grid](*_dense(x, weight, tail, fresh, since), tuple(ys), LIMIT=limit, **options)
+    with torch.cuda.device_of(x):
+        kernels.streams_forward[grid](*_dense(x, weight, tail, fresh, since), tuple(ys), LIMIT=limit, **options)
     return ys
 
 
@@ -144,10 +145,11 @@ def stream_scan_backward(
     grad_x, grad_tail = x.new_empty(x.shape), tail.new_empty(tail.shape)
     weight_parts = weight.new_empty(parts, *weight.shape, dtype=torch.float32)
     fresh_parts = None if fresh is None else fresh.new_zeros(parts, *fresh.shape, dtype=torch.float32)
-    kernels.streams_backward[grid](
-        _dense(*grads), *_dense(x, weight, tail, fresh, since), grad_x, grad_tail, weight_parts, fresh_parts,
-        LIMIT=_next_float(limit), **options,
-    )  # fmt: skip
+    with torch.cuda.device_of(x):
+        kernels.streams_backward[grid](
+            _dense(*grads), *_dense(x, weight, tail, fresh, since), grad_x, grad_tail, weight_parts, fresh_parts,
+            LIMIT=_next_float(limit), **options,
+        )  # fmt: skip
     found = [grad_x, weight_parts.sum(0).to(weight.dtype), grad_tail]
     if fresh is not None and fresh_parts is not None:
         found.append(fresh_parts.sum(0).to(fresh.dtype))

@@ -139,7 +139,7 @@ def end_grads(call: Call, grad_state: list[Tensor]) -> list[Tensor]:
     """`end_states`, backwards."""
     pieces = pieces_of(call)
     if pieces is None:
-        return [x.flatten(0, 1).float().clone() for x in grad_state]
+        return [x.flatten(0, 1).float().clone(memory_format=torch.contiguous_format) for x in grad_state]
     every = [x.new_zeros(len(pieces.row), *x.shape[1:], dtype=torch.float32) for x in grad_state]
     for into, grad in zip(every, grad_state, strict=True):
         into[pieces.closing] = grad.float()

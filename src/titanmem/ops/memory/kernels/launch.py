@@ -78,7 +78,7 @@ class Call:
         self.gain = None if gain is None else pad(gain, padded)
         self.step, self.momentum, self.forget = (x.contiguous() for x in gates)
         self.state, self.fresh, self.base = self.pad_state(state), self.pad_state(fresh), self.pad_state(base)
-        self.lengths = None if lengths is None else lengths.to(torch.int32)
+        self.lengths = None if lengths is None else lengths.to(torch.int32).contiguous()
         self.starts = starts
         self.resets = None if starts is None else self._resets(starts, lengths, chunk_len)
         self.sizes: dict[str, Any] = dict(
@@ -251,9 +251,9 @@ def pad(x: Tensor, last: int, before_last: int | None = None) -> Tensor:
     """Zeros behind the last axis, and behind the one before it, up to these widths; `whole`."""
     tall = 0 if before_last is None else before_last - x.shape[-2]
     wide = last - x.shape[-1]
-    if not (wide or tall):
-        return whole(x)
-    return torch.nn.functional.pad(x, (0, wide, 0, tall) if tall else (0, wide))
+    if wide or tall:
+        x = torch.nn.functional.pad(x, (0, wide, 0, tall) if tall else (0, wide))
+    return whole(x)
 
 
 def whole(x: Tensor) -> Tensor:

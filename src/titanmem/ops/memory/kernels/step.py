@@ -198,13 +198,14 @@ def step_token(
     weight, surprise = ([x.contiguous() for x in xs] for xs in (weight, surprise))
     fixed = [None] if base is None else [x.contiguous() for x in base]
     padded = max(16, triton.next_power_of_2(width))
-    step_rows[(batch * heads,)](
-        q.contiguous(), k.contiguous(), v.contiguous(), *(g.contiguous() for g in gates), gain, fixed[0], fixed[-1],
-        weight[0], surprise[0], weight[-1], surprise[-1], held.inputs[0], held.inputs[-1], held.errors[0],
-        held.errors[-1], mix[0], mix[-1], new[0], new[-1], held.offset, y,
-        heads, clip, WIDTH=width, D=padded, HIDDEN=hidden, DEPTH=depth, CHUNK=chunk,
-        SLICE=padded if depth == 1 else min(64, triton.next_power_of_2(hidden)),
-        SLOTS=triton.next_power_of_2(chunk + 2), NORM=gain is not None, RESIDUAL=residual, CLIP=clip > 0,
-        BASE=base is not None, num_warps=8,
-    )  # fmt: skip
+    with torch.cuda.device_of(q):
+        step_rows[(batch * heads,)](
+            q.contiguous(), k.contiguous(), v.contiguous(), *(g.contiguous() for g in gates), gain, fixed[0], fixed[-1],
+            weight[0], surprise[0], weight[-1], surprise[-1], held.inputs[0], held.inputs[-1], held.errors[0],
+            held.errors[-1], mix[0], mix[-1], new[0], new[-1], held.offset, y,
+            heads, clip, WIDTH=width, D=padded, HIDDEN=hidden, DEPTH=depth, CHUNK=chunk,
+            SLICE=padded if depth == 1 else min(64, triton.next_power_of_2(hidden)),
+            SLOTS=triton.next_power_of_2(chunk + 2), NORM=gain is not None, RESIDUAL=residual, CLIP=clip > 0,
+            BASE=base is not None, num_warps=8,
+        )  # fmt: skip
     return y, tuple(new)
