@@ -7,6 +7,8 @@ import os
 import sys
 from importlib import import_module
 
+from titanmem.cli import busy
+
 VERBS = {
     "train": "train a model by a recipe, or go on with a run",
     "data": "prepare text for training, check it, look at it",
@@ -26,6 +28,7 @@ VERBS = {
     "bench": "how fast it is, beside its peers",
     "doctor": "what this machine can run, and which form of each operation it picks",
 }
+COMPUTE = ("train", "generate", "chat", "serve", "inspect", "eval", "forecast", "dna", "reproduce")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -42,6 +45,8 @@ def main(argv: list[str] | None = None) -> int:
         arguments.settings += rest  # settings may also come after options
     elif rest:
         parser.error(f"unknown arguments: {' '.join(rest)}; see titanmem {arguments.verb} --help")
+    if arguments.verb in COMPUTE:
+        busy.say()
     try:
         code = int(arguments.run(arguments))
         sys.stdout.flush()

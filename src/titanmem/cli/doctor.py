@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import os
 import platform
+
+from titanmem.cli.busy import advice
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,10 +29,9 @@ def run(arguments: argparse.Namespace) -> int:
     line("python", platform.python_version())
     line("torch", torch.__version__)
     line("cpu", f"{torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}")
-    cores, busy = os.cpu_count() or 1, os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
-    if busy > cores / 2:
-        line("", f"other programs keep {busy:.1f} of {cores} cores busy; torch's threads wait for each other then:")
-        line("", "OMP_NUM_THREADS=1 before a command can make it many times as fast")
+    found = advice()
+    if found is not None:
+        line("", found)
     if torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):
             about = torch.cuda.get_device_properties(index)
@@ -72,6 +72,7 @@ def check() -> int:
     right = True
     for found in check_models(device, small_models()):
         beside = found.trouble or f"error {found.error:.1e}, plain torch {found.plain:.1e}"
+        beside += f"; far off: {', '.join(found.lost)}" if found.lost else ""
         print(f"  {'right' if found.right else 'WRONG'}  {found.name}: {beside}", flush=True)
         right = right and found.right
     if not right:
