@@ -27,6 +27,8 @@ class FakeJob(Job):
     def name(self):
         return f"{self.variant}-{self.seed}"
 
+    def check(self): ...
+
     def brief(self, record):
         return f"by process {record.metrics['process']}"
 

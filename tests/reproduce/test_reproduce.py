@@ -56,7 +56,7 @@ def test_language_chooses_a_rate_by_validation_and_goes_on_where_it_was(command,
     assert command(*words, "--seeds", "0,1", "steps=4", "--label", "short") == 0
     assert "4 runs, 4 are there already\n2 runs, 2 are there already" in capfd.readouterr().out
     assert command(*words, "steps=5", "--label", "short") == 2
-    assert "was run with other settings" in capfd.readouterr().err
+    assert "runs called lmm+short differ in their settings (steps 4 and 5)" in capfd.readouterr().err
 
 
 def test_depth_has_losses_and_speeds(command, tmp_path, capfd):
@@ -143,12 +143,70 @@ def test_dna_chooses_the_rate_by_dev_and_trains_it_with_the_other_seeds(command,
         (["forecasting"], "forecasting needs --data"),
         (["dna"], "dna needs --data"),
         (["language", "--show"], "no run is stored"),
+        (["language", "--label", "a/b"], "--label is a part of file names"),
+        (["language", "--test-length", "-5"], "--test-length is 128 tokens or more, got -5"),
+        (["language", "--seeds", "0,-1"], "--seeds are 0 or more"),
+        (["language", "--rates", "0.001,0.0010000001"], "rates have to differ"),
+        (["needle", "seed=5"], "give it as --seeds"),
+        (["language", "scale=paper"], "give it as --scale"),
+        (["needle", "--kinds", "q"], "--kinds are some of pk, n, w, uuid, got 'q'"),
+        (["needle", "--models", "foo"], "--models knows lmm, "),
+        (["needle", "--out", __file__], "is no folder, or not ours to write in"),
+        (["throughput", "--models", "foo", "--dry-run"], "unknown model 'foo'"),
+        (["forecasting", "--data", ".", "--horizons", "1.5"], "--horizons are numbers of steps, got '1.5'"),
     ],
 )
 def test_what_is_wrong_is_said_before_the_first_run(command, words, says, capsys, tmp_path):
     assert command(*words) == 2
     assert says in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_runs_of_one_name_and_other_settings_are_no_row_of_a_table(command, tmp_path, capsys):
+    words = [
+        "forecasting",
+        "--data",
+        str(write_series_set(tmp_path / "data")),
+        "--scale",
+        "tiny",
+        "--models",
+        "dlinear",
+    ]
+    assert command(*words, "data.split=[300,100,100]", "--seeds", "0") == 0
+    assert command(*words, "data.split=[300,100,100]", "steps=5", "--seeds", "1") == 2
+    assert "runs called dlinear differ in their settings (steps 4 and 5)" in capsys.readouterr().err
+    (run,) = records(tmp_path / "out" / "forecast-tiny" / "results")
+    replace(run, seed=7, settings={}).write(tmp_path / "out" / "forecast-tiny" / "results" / "by-hand.json")
+    assert command(*words, "--show") == 2
+
+
+def test_babilong_looks_for_the_stories_of_the_test_before_it_trains(command, tmp_path, capsys):
+    text, facts = str(write_novels(tmp_path / "novels", 2)), write_babi(tmp_path / "babi")
+    words = ["babilong", "--scale", "tiny", "--data", text, "--facts", str(facts)]
+    assert command(*words, "--questions", "1,3", "--dry-run") == 2
+    assert "holds no qa3_*_train.txt, qa3_*_test.txt" in capsys.readouterr().err
+    (facts / "qa1_one_test.txt").unlink()
+    assert command(*words) == 2
+    assert "holds no qa1_*_test.txt" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_needle_of_paper_size_asks_the_models_of_language_and_nothing_else(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    text = str(write_novels(tmp_path / "novels", 2))
+    asked = Request(scale="paper", models=["lmm"], out=tmp_path / "needle", runs=tmp_path / "runs")
+    (job,), (trained,) = (open_experiment(name, asked).jobs() for name in ("needle", "language"))
+    assert (job.folder, job.config()) == (trained.folder, trained.config())
+    assert job.twin is None
+    other = replace(asked, data=text, more={"kinds": ["n", "w"]})
+    (wide,) = open_experiment("needle", other).jobs()
+    run = RunRecord("needle", "lmm", 0, 1, 1, 1.0, [], score="exact", settings=job.settings)
+    run.write(job.file)
+    assert job.done()
+    with pytest.raises(ValueError, match="was run with other settings"):
+        wide.done()
+    with pytest.raises(ValueError, match="holds no text"):
+        open_experiment("needle", replace(other, out=tmp_path / "new", data=str(tmp_path / "nowhere"))).check()
 
 
 def test_too_few_long_documents_are_named(command, tmp_path, capsys):

@@ -152,7 +152,7 @@ def figure(records: Sequence[RunRecord], metric: str = "mcc") -> Any:
     from titanmem.train.plots import new_figure
 
     models, tasks, cells = by_cell(records, metric)
-    drawn, (axis,) = new_figure(1, width=1.4 + 1.2 * len(tasks), height=3.6)
+    drawn, (axis,) = new_figure(1, width=max(6.0, 1.4 + 1.2 * len(tasks)), height=3.6)
     width = 0.8 / len(models)
     for index, model in enumerate(models):
         places = [place + (index - (len(models) - 1) / 2) * width for place in range(len(tasks))]

@@ -74,6 +74,10 @@ class Job(ABC):
         """How far it is."""
         return 0
 
+    @abstractmethod
+    def check(self) -> None:
+        """Say what is wrong with it before it begins."""
+
     def done(self) -> bool:
         """Whether its JSON is there; one of other settings is an error."""
         if not self.file.exists():
@@ -82,7 +86,7 @@ class Job(ABC):
         require(
             held == self.settings,
             f"{self.file} was run with other settings ({held or 'none'}, now {self.settings or 'none'}); give these a "
-            "--label, or another --out",
+            "--label, or other folders as --out and --runs",
         )
         return True
 
@@ -106,17 +110,21 @@ class TrainingJob(Job):
             return 0
         return max((line["step"] for line in read_metrics(self.folder / FILE)), default=0)
 
+    def check(self) -> None:
+        self.config().micro(1)
+
     def run(self, beside: int) -> RunRecord | None:
         """Train, measure, and write the JSON; None if a signal stopped it."""
         config, clock = self.config(), self.folder / "minutes"
-        begin, before = time.perf_counter(), float(clock.read_text()) if clock.exists() else 0.0
+        begin, before = time.perf_counter(), float(clock.read_text() or 0) if clock.exists() else 0.0
         try:
             found = train(config, self.folder)
+            measured = self.measure(config, found) if found["complete"] else None
         finally:
             minutes = before + (time.perf_counter() - begin) / 60
             if self.folder.is_dir():
                 clock.write_text(f"{minutes}\n")
-        if not found["complete"]:
+        if measured is None:
             return None
         lines = read_metrics(self.folder / FILE)
         record = RunRecord(
@@ -132,7 +140,7 @@ class TrainingJob(Job):
             machine=machine(),
             commit=provenance()["commit"],
             curve=thinned([(line["step"], line["loss"]) for line in lines if "loss" in line]),
-            **self.measure(config, found),
+            **measured,
         )
         record.write(self.file)
         clock.unlink()

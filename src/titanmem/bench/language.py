@@ -39,7 +39,7 @@ STRETCHES, DOCUMENTS = 4, 8  # of a document, of a part
 ROWS, PIECE = 8, 2048  # read at once
 FIRST = 64  # the end of the first range of positions; the others double
 CONDITIONS = {"fresh": "emptied every window", "frozen": "warm, frozen", "learning": "warm, learning"}
-OWN = ("data", "scale", "size", "test_length")  # settings of the experiment, not of the run
+OWN = ("data", "scale", "size", "test_length", "kinds", "haystack")  # settings of the experiment, not of the run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,10 +78,15 @@ class LanguageJob(TrainingJob):
         run = language_run(self.model, self.scale, self.settings.get("size"))
         return run.change({**own, "seed": self.seed}).fit(own)
 
+    @property
+    def twin(self) -> Path | None:
+        """Where the same run of the experiment `language` would be stored."""
+        return None if self.table == "language" else self.out.parent / "language" / self.file.name
+
     def run(self, beside: int) -> RunRecord | None:
-        """The same run of the experiment `language` is taken over where it is stored beside."""
-        twin = self.out.parent / "language" / self.file.name
-        if self.table != "language" and twin.exists():
+        """The twin is taken over where it is stored."""
+        twin = self.twin
+        if twin is not None and twin.exists():
             held = RunRecord.read(twin)
             if held.settings == self.settings:
                 record = replace(held, experiment=self.table)

@@ -13,11 +13,13 @@ import multiprocessing
 import os
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from threading import Thread
 
 import torch
 
@@ -40,7 +42,7 @@ def run_jobs(jobs: Sequence[Job], parallel: int) -> list[str]:
     steps, failed = {job.name: job.steps for job in waiting}, []
     pause = 0.5 if sys.stderr.isatty() else 30
     bar = tqdm(total=sum(steps.values()), unit="step", dynamic_ncols=True, smoothing=0.05, mininterval=pause)
-    seen = dict.fromkeys(steps, 0)
+    seen, said = dict.fromkeys(steps, 0), time.monotonic()
 
     def advance(job: Job, step: int) -> None:
         bar.update(step - seen[job.name])
@@ -57,7 +59,12 @@ def run_jobs(jobs: Sequence[Job], parallel: int) -> list[str]:
                     worker.take(waiting.pop(0))
                 while idle:  # no job is left for them
                     idle.pop().end()
-                bar.set_postfix_str(f"{len(busy)} running, {len(waiting)} waiting", refresh=False)
+                tested = sum(seen[worker.job.name] == steps[worker.job.name] for worker in busy)
+                testing = f", {tested} of them in the tests" if tested else ""
+                bar.set_postfix_str(f"{len(busy)} running{testing}, {len(waiting)} waiting", refresh=False)
+                if time.monotonic() - said > pause:  # steps alone would leave long tests silent
+                    said = time.monotonic()
+                    bar.refresh()
                 ready = wait([worker.pipe for worker in busy], timeout=1)
                 for worker in list(busy):
                     if worker.pipe not in ready:
@@ -122,6 +129,7 @@ class Worker:
 
 def work(pipe: Connection, beside: int) -> None:
     """The life of a worker: jobs come in, how they ended goes out, until one fails or no more come."""
+    Thread(target=follow, args=(os.getppid(),), daemon=True).start()
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // beside))
     word = DONE
@@ -140,6 +148,14 @@ def work(pipe: Connection, beside: int) -> None:
             word, text = FAILED, f"{type(error).__name__}: {error}"
         with suppress(BrokenPipeError):
             pipe.send((word, text))
+
+
+def follow(parent: int) -> None:
+    """Where the process that gives the jobs is gone, this one ends as by a SIGTERM: with a checkpoint, and not unseen
+    beside the next."""
+    while os.getppid() == parent:
+        time.sleep(1)
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def say_into(log: Path) -> None:

@@ -17,7 +17,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 from titanmem.config import Config, check_types, require
 
@@ -66,6 +66,31 @@ class RunRecord(Config):
     def all_in(cls, folder: Path) -> list[Self]:
         """The records of a folder by name."""
         return [cls.read(file) for file in sorted(folder.glob("*.json"))]
+
+
+class Run(Protocol):
+    """What a record and a job have in common."""
+
+    @property
+    def variant(self) -> str: ...
+
+    @property
+    def settings(self) -> dict[str, Any]: ...
+
+
+def check_alike(runs: Iterable[Run], searched: str) -> None:
+    """Runs of one name stand in one row of a table: their settings differ in the one that was searched at most."""
+    first: dict[str, dict[str, Any]] = {}
+    for run in runs:
+        own = {name: value for name, value in run.settings.items() if name != searched}
+        held = first.setdefault(run.variant, own)
+        differ = [name for name in dict.fromkeys((*held, *own)) if held.get(name) != own.get(name)]
+        shown = "; ".join(f"{name} {held.get(name, 'as it is')} and {own.get(name, 'as it is')}" for name in differ)
+        require(
+            not differ,
+            f"runs called {run.variant} differ in their settings ({shown}) and would be one row of the table; give some "
+            "a --label, or another --out",
+        )
 
 
 def in_lines(value: dict[str, Any], *rows: str) -> str:

@@ -29,6 +29,8 @@ class Search(Generic[C]):
 
     def __post_init__(self) -> None:
         require(bool(self.rates) and bool(self.seeds), "a search needs at least one learning rate and one seed")
+        names = [f"{rate:g}" for rate in self.rates]
+        require(len(set(names)) == len(names), f"rates have to differ in their first six digits, got {self.rates}")
 
     def first(self) -> list[Job]:
         """Every cell with every rate."""

@@ -48,6 +48,9 @@ class SpeedJob(Job):
         run = language_run(self.model, self.settings["scale"], self.settings.get("size"))
         return run.change(own).model
 
+    def check(self) -> None:
+        self.model_config()
+
     def held(self) -> RunRecord | None:
         """What is stored."""
         return RunRecord.read(self.file) if super().done() else None

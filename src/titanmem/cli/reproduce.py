@@ -83,6 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
     failed = [] if arguments.show else chosen.run(arguments.parallel)
     records = chosen.records()
     require(bool(records), f"no run is stored in {chosen.out}; the logs are in {chosen.runs}")
+    chosen.check_alike()
     note = (
         "\n\nScale tiny: this shows that everything runs, and nothing about the models."
         if chosen.scale == "tiny"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -11,14 +13,19 @@ from typing import Any, ClassVar, TypeVar
 
 from titanmem.bench.job import Job, TrainingJob
 from titanmem.bench.pool import run_jobs
-from titanmem.bench.record import RunRecord
+from titanmem.bench.record import RunRecord, check_alike
 from titanmem.bench.report import table
-from titanmem.bench.search import Search
+from titanmem.bench.search import RATE, Search
+from titanmem.bench.speed import SCORE
 from titanmem.config import require
 from titanmem.models.cost import parameters
 from titanmem.train.config import TrainConfig
 
 SCALES = ("tiny", "small", "paper")
+OPTIONS = {  # what a setting of this name would be, and how it is given
+    "seed": "--seeds", "scale": "--scale", "size": "--size", "test_length": "--test-length", "data": "--data",
+    "data.source": "--data", "data.path": "--data",
+}  # fmt: skip
 SHEET, SHARE = 989e12, 0.4  # FLOP/s of an H100 or H200 in bf16, and how much of it a large model reaches
 T = TypeVar("T")
 
@@ -41,6 +48,13 @@ class Request:
 
     def __post_init__(self) -> None:
         require(self.scale in SCALES, f"--scale is one of {', '.join(SCALES)}, got {self.scale!r}")
+        require(
+            re.fullmatch(r"[\w.+-]*", self.label) is not None and not self.label.startswith("."),
+            f"--label is a part of file names: letters, digits and . + - _, got {self.label!r}",
+        )
+        require(min(self.seeds or (0,)) >= 0, f"--seeds are 0 or more, got {self.seeds}")
+        for name, option in OPTIONS.items():
+            require(name not in self.settings, f"{name} is no setting here; give it as {option}")
 
 
 class Experiment(ABC):
@@ -79,9 +93,23 @@ class Experiment(ABC):
 
     def check(self) -> None:
         """Say what is wrong before the first run; prepare what all of them read."""
-        for job in self.jobs():
-            if isinstance(job, TrainingJob) and not job.done():
-                job.config().micro(1)
+        for place in (self.out, self.runs):
+            above = next(folder for folder in (place, *place.parents) if folder.exists())
+            require(
+                above.is_dir() and os.access(above, os.W_OK),
+                f"{place} cannot be written, because {above} is no folder, or not ours to write in; give other folders "
+                "as --out and --runs",
+            )
+        self.check_alike(self.jobs(), self.alone())
+        for job in [*self.jobs(), *self.alone()]:
+            if not job.done():
+                job.check()
+
+    def check_alike(self, trained: Sequence[Job] = (), timed: Sequence[Job] = ()) -> None:
+        """What is stored, and these, fit into one table."""
+        stored = self.records()
+        for kind, jobs in ((False, trained), (True, timed)):
+            check_alike([*(run for run in stored if (run.score == SCORE) is kind), *jobs], RATE)
 
     def records(self) -> list[RunRecord]:
         """What is stored."""
@@ -117,8 +145,9 @@ class Experiment(ABC):
         ).resolve()
 
     def pick(self, given: Sequence[T] | None, tiny: Sequence[T], small: Sequence[T], paper: Sequence[T]) -> list[T]:
-        """What was asked for, or the scale's own."""
-        return list(given if given is not None else {"tiny": tiny, "small": small, "paper": paper}[self.scale])
+        """What was asked for, each once, or the scale's own."""
+        found = given if given is not None else {"tiny": tiny, "small": small, "paper": paper}[self.scale]
+        return list(dict.fromkeys(found))
 
     def option(self, name: str, tiny: Sequence[Any], small: Sequence[Any], paper: Sequence[Any]) -> list[Any]:
         """The same for an option of this experiment alone."""
@@ -143,6 +172,8 @@ class Experiment(ABC):
     def plan(self) -> str:
         """What would be run, and what it costs."""
         jobs = self.jobs()
+        for job in self.alone():
+            job.check()
         rows = [cost(job) for job in [*jobs, *self.alone()]]
         columns = {"job": "run", "parameters": "parameters", "steps": "steps", "tokens": "tokens", "flops": "FLOPs"}
         lines = [table(rows, {name: title for name, title in columns.items() if any(row.get(name) for row in rows)})]

@@ -37,6 +37,8 @@ class Forecasting(Experiment):
     def jobs(self) -> list[Job]:
         datasets = self.option("datasets", DATASETS[2:3], DATASETS, (*DATASETS, "ECL", "Traffic"))
         horizons = self.option("horizons", HORIZONS[:1], HORIZONS, HORIZONS)
+        for horizon in horizons:
+            require(str(horizon).isdigit() and int(horizon) > 0, f"--horizons are numbers of steps, got {horizon!r}")
         shared = {
             **self.shared({"steps": 4, "eval_every": 4} if self.scale == "tiny" else {}),
             "data": str(Path(self.data).resolve()),

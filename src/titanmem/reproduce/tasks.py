@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 from titanmem.bench.job import Job, device
 from titanmem.bench.language import LanguageJob
 from titanmem.bench.record import RunRecord
-from titanmem.bench.tasks import TaskJob, TaskTable
+from titanmem.bench.tasks import ORDER, TaskJob, TaskTable
 from titanmem.config import require
 from titanmem.eval.published import beside
 from titanmem.eval.rows import BabilongSuite, NeedleSuite
@@ -21,6 +22,9 @@ from titanmem.recipes.language import COMPARED
 from titanmem.recipes.tasks import STORY_STAGES, STORY_TESTS, STORY_VOCAB
 from titanmem.reproduce.experiment import Experiment
 from titanmem.reproduce.text import Language
+from titanmem.tasks.babilong import story_files
+from titanmem.tasks.haystack import haystack_texts
+from titanmem.tasks.needle import KINDS
 from titanmem.train.config import RunConfig, TrainConfig
 from titanmem.train.data import fit_to_data, open_data
 
@@ -58,15 +62,16 @@ class TaskExperiment(Experiment):
 
     @property
     def models(self) -> list[str]:
-        return self.pick(self.request.models, ("lmm", "window"), COMPARED, COMPARED)
+        found = self.pick(self.request.models, ("lmm", "window"), COMPARED, COMPARED)
+        for model in found:
+            require(model in ORDER, f"--models knows {', '.join(ORDER)}; got {model!r}")
+        return found
 
     def check(self) -> None:
+        super().check()
         for job in self.jobs():
-            if not job.done():
-                assert isinstance(job, TaskJob)
-                config = job.config()
-                config.micro(1)
-                open_data(config)
+            if isinstance(job, TaskJob) and not job.done():
+                open_data(job.config())
 
     def table(self, records: Sequence[RunRecord]) -> str:
         return "\n".join([*TaskTable(records).lines(), "", *beside(self.name)])
@@ -82,10 +87,19 @@ class NeedleJob(LanguageJob):
     kinds: Sequence[str]
     haystack: str | None
 
-    def measure(self, config: RunConfig, found: dict[str, Any]) -> dict[str, Any]:
-        suite = NeedleSuite(
+    @property
+    def twin(self) -> None:
+        """What is asked of it is not what `language` measures."""
+        return None
+
+    @property
+    def suite(self) -> NeedleSuite:
+        return NeedleSuite(
             kinds=self.kinds, lengths=(2048, 4096, 8192, 16_384), text=self.haystack, samples=100, score="contains"
         )
+
+    def measure(self, config: RunConfig, found: dict[str, Any]) -> dict[str, Any]:
+        suite = self.suite
         measure = suite.open(open_subject(self.folder))
         scores: dict[tuple[str, int], list[float]] = {}
         for cell in suite.cells():
@@ -112,6 +126,7 @@ class Needle(TaskExperiment):
         some = ("pk", "n", "w") if self.request.data else ("pk",)
         kinds = self.option("kinds", some, some, some)
         for kind in kinds:
+            require(kind in KINDS, f"--kinds are some of {', '.join(KINDS)}, got {kind!r}")
             hidden = kind != "pk" and not self.request.data
             require(not hidden, f"needle {kind} is hidden in a text: give a folder as --data")
         if self.scale == "paper":
@@ -120,13 +135,23 @@ class Needle(TaskExperiment):
 
     def paper_jobs(self, kinds: Sequence[str]) -> list[Job]:
         """The models of `titanmem reproduce language --scale paper --keep`, trained where they are missing."""
-        trained = Language(replace(self.request, data=None, out=None, runs=None, keep=True)).jobs()
-        own = {"table": self.name, "out": self.out, "kinds": tuple(kinds), "haystack": self.request.data}
-        return [NeedleJob(**{**vars(job), **own}) for job in trained]
+        haystack = self.request.data
+        own = {"table": self.name, "out": self.out, "kinds": tuple(kinds), "haystack": haystack}
+        asked: dict[str, Any] = {"kinds": list(kinds)}
+        asked |= {"haystack": Path(haystack).name} if haystack else {}
+        return [NeedleJob(**{**vars(job), **own, "settings": {**job.settings, **asked}}) for job in self.trained.jobs()]
+
+    @property
+    def trained(self) -> Language:
+        """The experiment that trains the models which are asked at the paper's scale."""
+        return Language(replace(self.request, data=None, out=None, keep=True))
 
     def check(self) -> None:
-        if self.scale != "paper":
-            super().check()
+        super().check()
+        if self.scale == "paper":
+            if self.request.data:
+                deque(haystack_texts(self.request.data), maxlen=0)  # all of it can be read
+            self.trained.check()
 
     def _job(self, model: str, kind: str, seed: int) -> TaskJob:
         own: dict[str, Any] = {}
@@ -179,9 +204,13 @@ class Babilong(TaskExperiment):
         facts = str(self.request.more.get("facts") or "")
         require(bool(facts), f"babilong needs {self.needs}")
         asked = self.option("questions", QUESTIONS, QUESTIONS[:1], QUESTIONS)
-        there = [qa for qa in asked if any(Path(facts).rglob(f"qa{qa}_*_train.txt"))]
-        names = ", ".join(f"qa{qa}_*_train.txt" for qa in asked)
-        require(bool(there), f"{facts} holds no {names}; give the folder of bAbI v1.2")
+        lack = {qa: [s for s in ("train", "test") if not story_files(facts, qa, s)] for qa in asked}
+        there = [qa for qa in asked if not lack[qa]]
+        missing = ", ".join(f"qa{qa}_*_{split}.txt" for qa, splits in lack.items() for split in splits)
+        require(
+            bool(there) and (len(there) == len(asked) or not self.request.more.get("questions")),
+            f"{facts} holds no {missing}; give the folder of bAbI v1.2, or other --questions",
+        )
         own: dict[str, Any] = {"data": Path(self.data).name, **SCALES[self.scale]}
         stages, lengths = CURRICULA[self.scale]
         if self.scale != "small" or there != [1]:  # where the recipe has another

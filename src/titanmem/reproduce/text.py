@@ -14,7 +14,7 @@ import torch
 
 from titanmem.bench import language, speed
 from titanmem.bench.job import Job
-from titanmem.bench.language import LanguageJob, Stretches
+from titanmem.bench.language import FIRST, LanguageJob, Stretches
 from titanmem.bench.record import RunRecord, mean_and_deviation
 from titanmem.bench.search import RATE, Search
 from titanmem.bench.speed import PEERS, SpeedJob
@@ -89,8 +89,10 @@ class TextExperiment(SearchedExperiment):
     @cached_property
     def search(self) -> Search[str]:
         own: dict[str, Any] = {"data": Path(self.source).name, **self.own}
-        if self.request.more.get("test_length"):
-            own["test_length"] = self.request.more["test_length"]
+        length = self.request.more.get("test_length")
+        if length is not None:
+            require(length >= 2 * FIRST, f"--test-length is {2 * FIRST} tokens or more, got {length}")
+            own["test_length"] = length
         shared = self.shared(own)
         shared |= {"source": self.source, "text": str(self.runs / "text"), "table": self.name}
         settings = shared.pop("settings")
@@ -262,11 +264,6 @@ class Throughput(Experiment):
         own |= {} if tiny else {"size": self.request.more.get("size") or "340m"}
         shared = {**self.shared(own), "shapes": self.option("shapes", TINY_SHAPES, SHAPES, SHAPES)}
         return [SpeedJob(model=model, seed=0, repeats=2 if tiny else 10, **shared) for model in models]
-
-    def check(self) -> None:
-        for job in self.alone():
-            assert isinstance(job, SpeedJob)
-            job.model_config()
 
     def table(self, records: Sequence[RunRecord]) -> str:
         return "\n".join(speed.table(records, self.order))

@@ -50,7 +50,10 @@ def haystack_texts(path: str | Path) -> Iterator[str]:
     """What is read of the .txt files of a folder, or of one file."""
     room = MOST_CHARACTERS
     for file in haystack_files(path):
-        text = file.read_text(errors="replace")[:room]
+        try:
+            text = file.read_text(encoding="utf-8")[:room]
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{file} is not UTF-8 ({error.reason}); convert the file or leave it out") from None
         yield text
         room -= len(text)
         if room <= 0:
