@@ -1,13 +1,14 @@
 # The one list of commands, used by people and by .ci/run. Every target sets up .venv when it is missing or stale.
 PYTHON ?= python3
 BIN := .venv/bin
+MINUTES ?= 5
 
 .PHONY: install quickstart test test-slow test-browser lint format bench results clean
 
 install: .venv/ready             ## .venv with the project in it
 
-quickstart: .venv/ready          ## train small models for about five minutes, show what their memory does
-	$(BIN)/python examples/quickstart.py
+quickstart: .venv/ready          ## train small models for about five minutes (MINUTES=10: ten), show what their memory does
+	$(BIN)/python examples/quickstart.py --minutes $(MINUTES)
 
 test: .venv/ready                ## the tests
 	$(BIN)/python -m pytest -n auto

@@ -15,9 +15,13 @@ from __future__ import annotations
 import argparse
 import html
 import json
+import math
 import platform
+import shutil
+import statistics
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +29,8 @@ from typing import Any
 import torch
 
 from titanmem import TitansConfig, TitansLM
+from titanmem.cli import busy
+from titanmem.config import require
 from titanmem.data.loader import held_out_rows
 from titanmem.data.shards import TokenShards
 from titanmem.models.cost import parameters
@@ -40,6 +46,7 @@ from titanmem.train.plots import new_figure, position_axis, write_page
 
 WINDOW = TINY_WINDOW  # what attention sees, in both parts
 RECALL = {"memory": "lmm", "attention": "window"}  # recipes MODEL-tiny-recall
+TEXT_STEPS = 480
 TESTS = [(32, 8), (64, 8), (128, 8), (256, 8), (512, 8), (1024, 8), (2048, 8)]
 
 
@@ -57,17 +64,17 @@ def recall_seconds(config: TitansConfig) -> float:
     """One step of a recall model on this machine today."""
     rows = Recall(TINY_VOCAB).batch(TINY_TOKENS // 128, tiny_level(128, 8), generator_of(0))
     model, (ids, targets) = TitansLM(config), rows
-    return fastest(lambda: model(ids, labels=targets)[0].backward())
+    return usual(lambda: model(ids, labels=targets)[0].backward())
 
 
-def fastest(work: Callable[[], object], times: int = 4) -> float:
-    """Seconds of the fastest of a few tries, the first not counted."""
+def usual(work: Callable[[], object], times: int = 6) -> float:
+    """Seconds of the middle of a few tries, the first not counted."""
     taken = []
     for _ in range(times):
         begin = time.perf_counter()
         work()
         taken.append(time.perf_counter() - begin)
-    return min(taken[1:])
+    return statistics.median(taken[1:])
 
 
 def recall(out: Path, minutes: float) -> dict[str, Any]:
@@ -86,6 +93,7 @@ def recall(out: Path, minutes: float) -> dict[str, Any]:
     return {
         "parameters": {name: parameters(config) for name, config in configs.items()},
         "steps": steps,
+        "share": steps["memory"] / TINY["lmm"],
         "tests": TESTS,
         "recall": {
             "memory": [accuracy(memory, *test) for test in TESTS],
@@ -111,7 +119,7 @@ def text_configs(data: Path, minutes: float) -> dict[str, TrainConfig]:
         memory={"chunk_len": WINDOW, "expansion": 1},
     )  # fmt: skip
     attention = TitansConfig(512, 64, 1, 2, "attention", mlp_width=128, attention_window=WINDOW)
-    steps = min(480, max(60, int(32 * minutes / text_seconds(mac))))
+    steps = min(TEXT_STEPS, max(40, int(32 * minutes / text_seconds(mac))))
     shared = TrainConfig(
         model=mac,
         data=DataConfig(path=str(data), tokenizer="bpe", vocab_size=512, length=64, carry=True),
@@ -131,7 +139,7 @@ def text_seconds(config: TitansConfig) -> float:
     """One step of a text model on this machine today."""
     model, ids = TitansLM(config), torch.randint(0, config.vocab_size, (128, 64))
     state = model(ids)[1].detach()
-    return fastest(lambda: model(ids, state, documents=torch.zeros_like(ids))[0].square().mean().backward())
+    return usual(lambda: model(ids, state, documents=torch.zeros_like(ids))[0].square().mean().backward())
 
 
 def text(out: Path, data: Path, minutes: float) -> dict[str, Any]:
@@ -147,9 +155,11 @@ def text(out: Path, data: Path, minutes: float) -> dict[str, Any]:
     models = {name: load_run(out / name)[0].eval() for name in configs}
     work = {name: memory_work(model, rows, 1024, WINDOW) for name, model in models.items()}
     sample = json.loads((out / "mac" / "samples.jsonl").read_text().splitlines()[-1])
+    trained = TrainConfig.read(out / "mac" / "config.json")
     return {
+        "share": trained.steps / TEXT_STEPS,
         "parameters": {name: parameters(config.model) for name, config in configs.items()},
-        "tokens": TrainConfig.read(out / "mac" / "config.json").tokens,
+        "tokens": trained.tokens,
         "mac": work["mac"],
         "attention": work["attention"],
         "sample": sample,
@@ -193,9 +203,10 @@ def text_figure(found: dict[str, Any]) -> Any:
     return figure
 
 
-def report(out: Path, first: dict[str, Any], second: dict[str, Any], took: float) -> list[str]:
+def report(out: Path, first: dict[str, Any], second: dict[str, Any]) -> list[str]:
     """Write report.html; returns the lines that are printed as well."""
     recalled, steps = first["recall"], first["steps"]
+    took = first["seconds"] + second["seconds"]
     header = "".join(f"<th>{length}</th>" for length, _ in first["tests"])
     rows = "".join(f"<tr><td>{n}</td>{''.join(f'<td>{v:.2f}</td>' for v in vs)}</tr>" for n, vs in recalled.items())
     mac, attention = second["mac"], second["attention"]
@@ -206,11 +217,12 @@ def report(out: Path, first: dict[str, Any], second: dict[str, Any], took: float
         f"attention only, window {WINDOW}, equal size": attention["learning"],
     }
     cut = ""
-    if steps["memory"] < TINY["lmm"]:
+    if first["share"] < 1:
+        more = math.ceil(first["minutes"] / max(first["share"], 0.1))
         cut = (
             f"This machine was too slow or too busy for all {TINY['lmm']} steps of the recall task: both "
-            f"models got {steps['memory'] / TINY['lmm']:.0%} of theirs and may not have learnt it yet. Run "
-            "again with --minutes 10, or when nothing else runs."
+            f"models got {first['share']:.0%} of theirs and may not have learnt it yet. Give it more time "
+            f"(make quickstart MINUTES={more}); when nothing else runs, it needs less."
         )
     gain = mac["frozen"] - mac["learning"]
     verdict = f"What the memory holds lowers the loss by {1 - mac['learning'] / mac['fresh']:.1%}; of that, "
@@ -255,14 +267,21 @@ def report(out: Path, first: dict[str, Any], second: dict[str, Any], took: float
     return [*lines, verdict]
 
 
-def keep(file: Path, make: Any) -> dict[str, Any]:
-    """The result in `file`, made if it is not there."""
-    if not file.exists():
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(make(), indent=1) + "\n")
-    else:
-        print(f"{file} is there already; delete it (or its folder) to do this part again", flush=True)
-    found: dict[str, Any] = json.loads(file.read_text())
+def keep(file: Path, minutes: float, folders: Sequence[Path], make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """The result in `file`, made if it is not there. One that was cut short is made anew where more minutes are given:
+    its runs, in `folders`, have ended."""
+    held: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
+    if held and held["share"] < 1 and minutes > held["minutes"]:
+        file.unlink()
+        for folder in folders:
+            shutil.rmtree(folder, ignore_errors=True)
+    elif held:
+        print(f"{file} is there already; delete the folder {file.parent} to begin anew", flush=True)
+        return held
+    begin = time.perf_counter()
+    file.parent.mkdir(parents=True, exist_ok=True)
+    found = {**make(), "minutes": minutes, "seconds": time.perf_counter() - begin}
+    file.write_text(json.dumps(found, indent=1) + "\n")
     return found
 
 
@@ -271,10 +290,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("out/quickstart"))
     parser.add_argument("--minutes", type=float, default=5, help="about how long to train and test (default: 5)")
     arguments = parser.parse_args()
-    out, begin = arguments.out, time.perf_counter()
-    first = keep(out / "recall.json", lambda: recall(out, arguments.minutes))
-    second = keep(out / "text.json", lambda: text(out, out / "python-bpe512", arguments.minutes))
-    print("\n".join(report(out, first, second, time.perf_counter() - begin)))
+    out, minutes = arguments.out, arguments.minutes
+    require(minutes > 0, f"--minutes is how long it may take, more than 0, got {minutes:g}")
+    busy.say()
+    runs = [out / f"recall-{name}" for name in RECALL]
+    first = keep(out / "recall.json", minutes, runs, lambda: recall(out, minutes))
+    runs = [out / "mac", out / "attention"]
+    second = keep(out / "text.json", minutes, runs, lambda: text(out, out / "python-bpe512", minutes))
+    print("\n".join(report(out, first, second)))
     print(f"\nthe page with the plots: {out / 'report.html'}")
     print(f'next: titanmem export {out / "mac"} out/model && titanmem generate out/model "def "')
 
@@ -282,5 +305,7 @@ def main() -> None:
 if __name__ == "__main__":
     try:
         main()
+    except ValueError as error:
+        sys.exit(f"quickstart: {error}")
     except KeyboardInterrupt:
         print("stopped; the same command goes on with what is left")

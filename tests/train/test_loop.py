@@ -17,7 +17,7 @@ from titanmem.train import loop
 from titanmem.train.config import TrainConfig
 from titanmem.train.export import export
 from titanmem.train.loop import TrainingError, train
-from titanmem.train.metrics import read_metrics
+from titanmem.train.metrics import Pace, read_metrics
 from titanmem.train.parallel import Ranks
 
 GOLDEN = Path(__file__).parent / "golden.json"  # `python tests/train/golden.py` writes it anew after a meant change
@@ -188,7 +188,7 @@ def test_data_in_the_runs_own_folder_are_refused(corpus, tmp_path):
 
 def test_a_folder_of_another_run_is_refused(corpus, tmp_path):
     train(small_config(corpus, steps=1), tmp_path)
-    with pytest.raises(ValueError, match=r"another config .*optim"):
+    with pytest.raises(ValueError, match=r"another config \(optim.lr is [0-9.]+ there, 0.0001 now\)"):
         train(small_config(corpus, steps=1, **{"optim.lr": 1e-4}), tmp_path)
 
 
@@ -206,6 +206,17 @@ def test_two_processes_never_train_in_one_folder(corpus, tmp_path):
     config = small_config(corpus, steps=1)
     train(config, tmp_path, on_step=again)
     assert (tmp_path / "config.json").exists()
+
+
+def test_a_run_that_takes_hours_says_so_once(monkeypatch):
+    clock = iter([10.0, 90.0])
+    monkeypatch.setattr("titanmem.train.metrics.time.perf_counter", lambda: next(clock))
+    pace = Pace(steps=1003)
+    said = [pace.note(step) for step in range(1, 9)]
+    assert [step for step, text in enumerate(said, 1) if text] == [3]
+    assert "takes 40 s: the 1,000 that are left take about 11.1 hours" in said[2]
+    clock, pace = iter([0.0, 2.0]), Pace(steps=1003)
+    assert not any(pace.note(step) for step in range(1, 9))
 
 
 def test_training_needs_no_held_out_text(corpus, tmp_path, capsys):

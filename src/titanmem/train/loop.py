@@ -28,11 +28,13 @@ from titanmem.train.checkpoint import Checkpoints, read_manifest, step_of
 from titanmem.train.config import RunConfig
 from titanmem.train.graphs import StepGraphs
 from titanmem.train.metrics import FILE as METRICS
-from titanmem.train.metrics import SAMPLES, Meter, Metrics, check_trackers
+from titanmem.train.metrics import SAMPLES, Meter, Metrics, Pace, check_trackers
 from titanmem.train.optim import make_optimizer, rate_at
 from titanmem.train.parallel import Ranks, Spread, open_ranks, repeatable
 from titanmem.train.provenance import provenance
 from titanmem.train.source import Batch
+
+MOST_SHOWN = 3  # settings in which two configs differ
 
 
 class TrainingError(ValueError):
@@ -120,7 +122,7 @@ class Run:
     def go(self, stopping: Stopping, on_step: Callable[[int, float], None]) -> dict[str, Any]:
         """All steps that are left."""
         config = self.config
-        meter = Meter(config, self.ranks)
+        meter, pace = Meter(config, self.ranks), Pace(config.steps)
         complete = True
         for batch in self.source.batches(self.step, self.ranks):
             if config.patience is not None and self.waited >= config.patience:
@@ -135,6 +137,8 @@ class Run:
             on_step(self.step, loss)
             shown = meter.add(loss, norm, rate_at(config.optim, self.step - 1, config.steps))
             self.metrics.tick(**meter.brief())
+            if (slow := pace.note(self.step)) is not None:
+                self.metrics.say(slow)
             if self.step % config.log_every == 0 or self.step == config.steps:
                 self.metrics.record(self.step, shown())
             if self.step % config.eval_every == 0 or self.step == config.steps:
@@ -296,12 +300,17 @@ def claim_folder(config: RunConfig, folder: Path) -> None:
     file = folder / "config.json"
     begun = (folder / "checkpoints").exists() or (folder / METRICS).exists()
     if file.exists() and begun:
-        mine, held = (json.loads(json.dumps(c.to_dict())) for c in (config, RunConfig.read(file)))
-        differ = [name for name in mine if mine[name] != held.get(name)]
+        mine, held = (named_values(c.to_dict()) for c in (config, RunConfig.read(file)))
+        differ = [
+            f"{name} is {shorten(held.get(name))} there, {shorten(mine.get(name))} now"
+            for name in dict.fromkeys((*mine, *held)) if mine.get(name) != held.get(name)
+        ]  # fmt: skip
         if differ:
+            more = f", and {len(differ) - MOST_SHOWN} more" if len(differ) > MOST_SHOWN else ""
             raise ValueError(
-                f"{folder} holds a run with another config (it differs in {', '.join(differ)}); choose another --out "
-                f"(of an experiment: --runs), or go on with its own config: titanmem train --resume {folder}"
+                f"{folder} holds a run with another config ({'; '.join(differ[:MOST_SHOWN])}{more}). Choose another "
+                f"folder, or let it go on as it is: titanmem train --resume {folder}. A finished run is trained on by "
+                "exporting it and starting another with init=FOLDER"
             )
     inside = getattr(config.data, "path", None)
     require(
@@ -314,6 +323,22 @@ def claim_folder(config: RunConfig, folder: Path) -> None:
         file.write_text(json.dumps(config.to_dict(), indent=1) + "\n")
     with (folder / "provenance.jsonl").open("a") as log:  # one line for every start
         log.write(json.dumps(provenance()) + "\n")
+
+
+def named_values(settings: dict[str, Any], prefix: str = "") -> dict[str, str]:
+    """All settings as JSON by their paths, as key=value names them."""
+    found: dict[str, str] = {}
+    for name, value in settings.items():
+        if isinstance(value, dict):
+            found |= named_values(value, f"{prefix}{name}.")
+        else:
+            found[prefix + name] = json.dumps(value)
+    return found
+
+
+def shorten(value: str | None, most: int = 60) -> str:
+    text = "nothing" if value is None else value
+    return text if len(text) <= most else text[:most] + "…"
 
 
 def first_model(config: RunConfig) -> Model:

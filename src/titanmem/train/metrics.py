@@ -103,6 +103,31 @@ def open_bar(steps: int, first_step: int) -> Any:
     )  # fmt: skip
 
 
+class Pace:
+    """What is left takes hours: said once, when the first steps of a start have shown it."""
+
+    FIRST, STEPS, LONG = 1, 2, 3600.0  # steps that are not counted, steps that are, seconds
+
+    def __init__(self, steps: int) -> None:
+        self.steps, self.seen, self.begin = steps, 0, 0.0
+
+    def note(self, step: int) -> str | None:
+        """A step is over."""
+        self.seen += 1
+        if self.seen == self.FIRST:
+            self.begin = time.perf_counter()
+        if self.seen != self.FIRST + self.STEPS:
+            return None
+        each = (time.perf_counter() - self.begin) / self.STEPS
+        left = (self.steps - step) * each
+        if left < self.LONG:
+            return None
+        return (
+            f"a step takes {each:.3g} s: the {self.steps - step:,} that are left take about {left / 3600:.1f} hours. "
+            "It can be stopped at any time and go on; another folder with steps=N, or a smaller model, takes less"
+        )
+
+
 class Meter:
     """Speed and means since the last record."""
 
