@@ -88,8 +88,8 @@ def check_alike(runs: Iterable[Run], searched: str) -> None:
         shown = "; ".join(f"{name} {held.get(name, 'as it is')} and {own.get(name, 'as it is')}" for name in differ)
         require(
             not differ,
-            f"runs called {run.variant} differ in their settings ({shown}) and would be one row of the table; give some "
-            "a --label, or another --out",
+            f"runs called {run.variant} differ in their settings ({shown}) and would be one row of the table; give "
+            "some a --label, or another --out",
         )
 
 
