@@ -90,9 +90,36 @@ def test_missing_values_are_filled_as_asked_and_reported(tmp_path):
     last, linear = (read_series(path, Reading(missing=how)) for how in ("last", "linear"))
     np.testing.assert_array_equal(last.values[:, 0], [2, 2, 2, 2, 8, 8])
     np.testing.assert_array_equal(linear.values[:, 0], [2, 2, 4, 6, 8, 8])
-    assert last.notes == ["4 of 6 values of 'a' are missing, first in line 2; each takes the value before it"]
+    where = "4 of 6 values of 'a' are missing, first in line 2; "
+    assert last.notes == [where + "each takes the value before it, the first one the value after it"]
+    assert linear.notes == [
+        where + "filled along straight lines between their neighbours, at an end with the nearest value"
+    ]
+    np.testing.assert_array_equal(last.truth[:, 0], [np.nan, 2, np.nan, np.nan, 8, np.nan])
     with pytest.raises(ValueError, match=r"4 of 6 values of 'a' are missing, first in line 2; give --missing last"):
         read_series(path, Reading(missing="error"))
+
+
+@pytest.mark.parametrize(
+    ("cells", "said"),
+    [
+        ("1,,3", "each takes the value before it"),
+        (",,3", "each takes the value after it"),
+        (",,3,", "each takes the value before it, the first 2 the value after them"),
+    ],
+)
+def test_a_note_says_which_value_a_missing_one_takes(tmp_path, cells, said):
+    rows = [f"{row},{cell},0" for row, cell in enumerate(cells.split(","))]
+    (note,) = read_series(write(tmp_path, "\n".join(["t,a,b", *rows])), Reading(time="t")).notes
+    assert note.endswith(f"; {said}")
+
+
+def test_what_was_filled_or_inserted_is_no_truth(tmp_path):
+    found = read_series(write(tmp_path, HOURS + "2024-01-01 05:00,,60\n"))
+    truth = [[1, 10], [2, 20], [3, 30], [np.nan, np.nan], [np.nan, np.nan], [np.nan, 60]]
+    np.testing.assert_array_equal(found.truth, truth)
+    np.testing.assert_array_equal(found.choose(["b"]).first(4).truth, np.array(truth)[:4, 1:])
+    assert not np.isnan(found.values).any()
 
 
 def test_absent_rows_are_inserted_kept_or_refused(tmp_path):

@@ -11,8 +11,10 @@ import pytest
 from tables import waves, write_waves
 
 from titanmem.cli import main
-from titanmem.data.series import Reading, read_series
+from titanmem.data.series import Reading, read_series, write_series
 from titanmem.forecast import Predictor
+from titanmem.forecast.online import online_errors
+from titanmem.forecast.pictures import forecast_figure
 from titanmem.forecast.predictor import find_origin
 
 SMALL = ["model.dim=8", "model.num_layers=1", "data.batch=16", "optim.lr=0.01"]
@@ -122,6 +124,78 @@ def test_another_table_is_tested_whole(trained, tmp_path):
     assert json.loads((tmp_path / "eval" / "eval.json").read_text())["windows"] == 60 - 24 - 6 + 1
 
 
+def write_gaps(path, *, columns: dict[int, slice], rows: slice = slice(0, 0)) -> np.ndarray:
+    """The waves with values missing and rows absent; returns the values by hour, NaN where there is none."""
+    series = waves()
+    for column, gone in columns.items():
+        series.values[gone, column] = np.nan
+    there = np.setdiff1d(np.arange(220), np.arange(220)[rows])
+    write_series(path, replace(series, values=series.values[there], times=series.times[there]))
+    series.values[rows] = np.nan
+    return series.values
+
+
+@pytest.mark.parametrize("missing", ["last", "linear"])
+def test_values_that_are_not_in_the_table_are_no_truth(trained, tmp_path, capsys, missing):
+    _, run = trained
+    values = write_gaps(tmp_path / "gaps.csv", columns={0: slice(100, 103), 1: slice(140, 180, 2)}, rows=slice(60, 70))
+    words = [str(tmp_path / "gaps.csv"), "--out", str(tmp_path / "eval"), "--missing", missing, "--online"]
+    assert main(["forecast", "eval", str(run), *words]) == 0
+    assert "349 of 392 values to forecast count" in capsys.readouterr().out
+    found = json.loads((tmp_path / "eval" / "eval.json").read_text())
+    assert (found["values"], found["missing"]) == (392, 43)
+    predictor = Predictor.open(run)
+    truth = predictor.scaler.apply(values)
+    read = predictor.scaled(predictor.read(words[0], missing=missing)).numpy()
+    repeated = np.stack([read[t - 1] - truth[t : t + 6] for t in range(24, 215)])
+    assert found["last_value"]["mse"] == pytest.approx(np.nanmean(repeated**2), rel=1e-5)
+    assert found["online"] == online_errors(predictor.model, predictor.scale(values), 24)
+    rows = list(csv.DictReader((tmp_path / "eval" / "forecasts.csv").read_text().splitlines()))
+    written = [[float(row[f"{name} (truth)"] or "nan") for name in "ab"] for row in rows]
+    np.testing.assert_allclose(written, values[24 : 24 + len(rows)], rtol=1e-5)
+    assert all(np.isfinite(float(row[name])) for row in rows for name in "ab")
+
+
+def test_a_table_whose_test_part_is_empty_is_refused_before_training(tmp_path, capsys):
+    write_gaps(tmp_path / "gaps.csv", columns={0: slice(176, 220), 1: slice(176, 220)})
+    words = ["--horizon", "6", "--look-back", "24", "--out", str(tmp_path / "run"), *SMALL]
+    assert main(["forecast", "train", str(tmp_path / "gaps.csv"), *words]) == 2
+    assert "all values to forecast in the test part are missing" in capsys.readouterr().err
+
+
+def test_what_was_filled_is_blank_in_pictures_and_a_value_alone_is_a_dot():
+    series = replace(waves(60), filled=np.zeros((60, 2), dtype=bool))
+    series.filled[[20, 22, 30, 31], 0] = series.filled[50:52, 0] = True
+    future = replace(series.first(6), times=series.times[40:46], filled=None)
+    known, truth, forecast, _ = forecast_figure(series, future, 40, 12, {}).axes[0].lines
+    np.testing.assert_array_equal(known.get_ydata(), series.truth[16:40, 0])
+    assert known.get_markevery() == [21 - 16]
+    np.testing.assert_array_equal(truth.get_ydata(), series.truth[40:46, 0])
+    assert not np.isnan(forecast.get_ydata()).any()
+
+
+@pytest.mark.parametrize("verb", ["predict", "online"])
+def test_a_column_without_a_value_to_look_back_on_is_warned_of(trained, tmp_path, capsys, verb):
+    _, run = trained
+    write_gaps(tmp_path / "gaps.csv", columns={0: slice(197, 220), 1: slice(196, 220)})
+    words = ["--state", str(tmp_path / "s.safetensors")] if verb == "online" else []
+    words += ["--out", str(tmp_path / "f.csv")]
+    assert main(["forecast", verb, str(run), str(tmp_path / "gaps.csv"), *words]) == 0
+    warned = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: ")]
+    assert len(warned) == 1
+    assert "'b' has no value in the 24 rows that the forecast looks back on" in warned[0]
+
+
+def test_a_file_that_was_there_is_not_replaced_without_a_word(trained, tmp_path, capsys):
+    table, run = trained
+    words = ["forecast", "predict", str(run), str(table), "--out", str(tmp_path / "f.csv")]
+    assert main(words) == 0
+    assert "replacing" not in capsys.readouterr().out
+    (tmp_path / "f.png").unlink()
+    assert main(words) == 0
+    assert f"replacing what was there: {tmp_path / 'f.csv'} (--out" in capsys.readouterr().out
+
+
 def test_mistakes_are_one_line(trained, tmp_path, capsys):
     table, run = trained
     text = table.read_text().splitlines()
@@ -151,7 +225,7 @@ def test_mistakes_are_one_line(trained, tmp_path, capsys):
         ([*train, str(table), "--model", "arima"], "unknown model 'arima'; known: mac"),
         ([*train, str(table), "--model", "rmt"], "unknown model 'rmt'"),  # its tokens are the language model's
         ([*train, str(table), "model.width=3"], "model has no setting 'width'"),
-        ([*predict, str(other)], "no column 'b'; there are a, c"),
+        ([*predict, str(other)], "no column 'b'; there are a, c; the model was trained on a, b: give a table with"),
         ([*predict, str(few)], "looks back 24 rows; there are 20 before the end"),
         ([*predict, str(sparse)], "rows are mostly 3 hours apart, those the model was trained on 1 hour"),
         ([*predict, str(one)], "looks back 24 rows; there are 1 before the end"),

@@ -169,10 +169,15 @@ def _report(predictor: Predictor, series: Series, first: int, out: Path, online:
         {"name": "repeat the last value", **found["last_value"]},
     ]
     if online:
-        carried = online_errors(predictor.model, predictor.scaled(series), first)
+        carried = online_errors(predictor.model, predictor.truth(series), first)
         records.insert(1, {"name": f"{predictor.model.config.mixer}, memory going on", **carried})
         found["online"] = carried
     print(f"{found['windows']:,} forecasts of {predictor.horizon} steps, errors on scaled values")
+    if found["missing"]:
+        print(
+            f"{found['values'] - found['missing']:,} of {found['values']:,} values to forecast count; the others are "
+            "missing in the table, so that nothing is known to compare with"
+        )
     print(show(records, {"name": "model", "mse": "MSE", "mae": "MAE"}))
     out.mkdir(parents=True, exist_ok=True)
     about = {"table": table, "first_row": first, "model": predictor.model.config.to_dict(), **found}
@@ -200,8 +205,13 @@ def _write(forecast: Series, out: Path, series: Series, origin: int, predictor: 
 
     if out.suffix != ".csv":
         raise ValueError(f"--out must end in .csv, got {out}")
-    write_series(out, forecast)
+    for note in forecast.notes:
+        print(f"warning: {note}")
     picture = out.with_suffix(".png")
+    there = [str(file) for file in (out, picture) if file.exists()]
+    if there:
+        print(f"replacing what was there: {' and '.join(there)} (--out names another file)")
+    write_series(out, forecast)
     forecast_figure(series, forecast, origin, predictor.look_back, {}).savefig(picture)
     print(f"{len(forecast)} steps of {len(forecast.columns)} columns written to {out} and {picture}")
 
@@ -235,6 +245,8 @@ def follow(arguments: argparse.Namespace) -> int:
     online.save(arguments.state)
     new = "1 new row" if count == 1 else f"{count:,} new rows"
     print(f"{new} read, {online.state.seen:,} in all; the stream is in {arguments.state}")
-    forecast = Series(predictor.columns, online.forecast(), series.after(predictor.horizon), series.time, series.step)
+    notes = predictor.unseen(series, len(series))
+    times = series.after(predictor.horizon)
+    forecast = Series(predictor.columns, online.forecast(), times, series.time, series.step, notes=notes)
     _write(forecast, arguments.out, series, len(series), predictor)
     return 0

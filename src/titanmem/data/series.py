@@ -1,7 +1,8 @@
 """Time series from tables: a CSV or Parquet file with a time column and columns of numbers.
 
 What is wrong with a file is said with its line. What is merely imperfect is handled and reported in `Series.notes`:
-missing values are filled, absent rows inserted. Legend: T rows, C columns.
+missing values are filled, absent rows inserted. What was filled is no truth to measure forecasts by: `Series.truth`
+leaves it out. Legend: T rows, C columns.
 """
 
 from __future__ import annotations
@@ -40,10 +41,16 @@ class Series:
     time: str = "row"  # the time column's name
     step: Any = 1  # between rows: timedelta64, Months, or a number
     lines: np.ndarray | None = None  # [T] where each row stands in its file; 0: inserted
+    filled: np.ndarray | None = None  # [T, C] whether a value is not the table's own; None: all are
     notes: list[str] = field(default_factory=list)  # what was imperfect, and what was done about it
 
     def __len__(self) -> int:
         return len(self.values)
+
+    @property
+    def truth(self) -> np.ndarray:
+        """The values [T, C] that the table holds; NaN where one is missing, be it filled or not."""
+        return self.values if self.filled is None else np.where(self.filled, np.nan, self.values)
 
     def after(self, count: int) -> np.ndarray:
         """The times of the next rows."""
@@ -51,13 +58,19 @@ class Series:
 
     def first(self, count: int) -> Series:
         """The first rows."""
-        lines = None if self.lines is None else self.lines[:count]
-        return replace(self, values=self.values[:count], times=self.times[:count], lines=lines)
+        lines, filled = (None if x is None else x[:count] for x in (self.lines, self.filled))
+        return replace(self, values=self.values[:count], times=self.times[:count], lines=lines, filled=filled)
 
     def choose(self, columns: Sequence[str]) -> Series:
         """The same rows of some columns, in that order."""
         check_columns(columns, self.columns)
-        return replace(self, columns=list(columns), values=self.values[:, [self.columns.index(c) for c in columns]])
+        places = [self.columns.index(column) for column in columns]
+        filled = None if self.filled is None else self.filled[:, places]
+        return replace(self, columns=list(columns), values=self.values[:, places], filled=filled)
+
+
+class UnknownColumns(ValueError):
+    """Columns were asked for that are not there."""
 
 
 @dataclass(frozen=True)
@@ -265,20 +278,18 @@ def _find_time(file: Path, how: Reading, names: Sequence[str], cells: Sequence[s
 def _find_columns(file: Path, how: Reading, names: Sequence[str], time: str | None) -> list[str]:
     rest = [name for name in names if name != time]
     chosen = rest if how.columns is None else list(how.columns)
-    try:
-        check_columns(chosen, rest)
-    except ValueError as error:
-        raise ValueError(f"{file}: {error}") from error
+    check_columns(chosen, rest, f"{file}: ")
     require(bool(chosen), f"{file} has no column besides the time {time!r}")
     return chosen
 
 
-def check_columns(chosen: Sequence[str], there: Sequence[str]) -> None:
-    """Raise for columns that are not there or chosen twice."""
+def check_columns(chosen: Sequence[str], there: Sequence[str], where: str = "") -> None:
+    """Raise for columns that are not there or chosen twice; the message begins with `where`."""
     absent = [name for name in chosen if name not in there]
-    require(not absent, f"no column {', '.join(map(repr, absent))}; there are {', '.join(map(str, there))}")
+    if absent:
+        raise UnknownColumns(f"{where}no column {', '.join(map(repr, absent))}; there are {', '.join(map(str, there))}")
     twice = _repeated(chosen)
-    require(not twice, f"the columns are named twice: {twice}; name each once")
+    require(not twice, f"{where}the columns are named twice: {twice}; name each once")
 
 
 def _number(file: Path, line: int, column: str, cell: str) -> float:
@@ -390,7 +401,7 @@ def complete_rows(series: Series, how: str, name: str) -> Series:
 
 
 def fill_missing(series: Series, how: str, name: str) -> Series:
-    """The series without gaps, and with a note per column that had some."""
+    """The series without gaps, marking what was filled, and with a note per column that had some."""
     absent = np.isnan(series.values)
     if not absent.any():
         return series
@@ -406,12 +417,21 @@ def fill_missing(series: Series, how: str, name: str) -> Series:
         there = np.flatnonzero(~gone)
         if how == "linear":
             values[gone, index] = np.interp(np.flatnonzero(gone), there, values[there, index])
-            notes.append(f"{where}; filled along straight lines between their neighbours")
+            ends = ", at an end with the nearest value" if gone[0] or gone[-1] else ""
+            notes.append(f"{where}; filled along straight lines between their neighbours{ends}")
         else:
             before = np.maximum.accumulate(np.where(gone, -1, np.arange(len(gone))))
             values[:, index] = values[np.where(before < 0, there[0], before), index]
-            notes.append(f"{where}; each takes the value before it")
-    return replace(series, values=values, notes=notes)
+            notes.append(f"{where}; {_carried(int(gone.sum()), int(there[0]))}")
+    return replace(series, values=values, filled=absent, notes=notes)
+
+
+def _carried(gone: int, leading: int) -> str:
+    """What `last` fills `gone` missing values with, of which `leading` have no value before them."""
+    if leading == gone:
+        return "each takes the value after it"
+    first = "the first one the value after it" if leading == 1 else f"the first {leading:,} the value after them"
+    return "each takes the value before it" + (f", {first}" if leading else "")
 
 
 def fill_parts(series: Series, train: int, how: str, name: str) -> Series:

@@ -25,7 +25,9 @@ from titanmem.data.times import show_step, show_time, step_times
 from titanmem.forecast.predictor import Predictor
 from titanmem.models.series import Forecaster, SeriesConfig
 from titanmem.state import ModelState, State, check_same_config
-from titanmem.train.series import MOST_ROWS
+from titanmem.train.series import MOST_ROWS, check_truth, differences
+
+ANEW = "start a new stream: give another --state, or delete the stream's file"
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,7 @@ class OnlineForecaster:
         require(
             state.identity == identity,
             "the stream was read by another model: its weights, columns or scales are not those of this one, so its "
-            "memory means something else; go on with the model that began it, or start a new stream",
+            f"memory means something else; go on with the model that began it, or {ANEW}",
         )
         self.state = state.to(predictor.device)
 
@@ -86,7 +88,8 @@ class OnlineForecaster:
         columns = self.predictor.columns
         names = rows.keys() if hasattr(rows, "keys") else getattr(rows, "columns", None)
         if names is not None:
-            check_columns(columns, list(names))
+            with self.predictor.naming_columns():
+                check_columns(columns, list(names))
             rows = np.stack([np.asarray(rows[name], dtype=np.float64) for name in columns], -1)
         given = np.atleast_2d(np.asarray(rows, dtype=np.float64))
         require(
@@ -118,8 +121,7 @@ class OnlineForecaster:
             require(
                 last == before,
                 f"the stream stopped at {last}, which the table neither holds nor follows on ({times[0]} … "
-                f"{times[-1]}, {show_step(series.step)} apart); give a table that goes on from there, or start a new "
-                "stream",
+                f"{times[-1]}, {show_step(series.step)} apart); give a table that goes on from there, or {ANEW}",
             )
         if first < len(times):
             repeats = times[first:].count(times[-1]) + (self.state.repeats if times[-1] == last else 0)
@@ -159,23 +161,25 @@ def fill_forward(rows: Tensor) -> Tensor:
 @torch.no_grad()
 def online_errors(model: Forecaster, values: Tensor, first: int) -> dict[str, Any]:
     """Errors of the forecasts that an OnlineForecaster makes before every row from `first` on, reading scaled values
-    [T, C] from their start: what `window_errors` measures with a fresh memory."""
-    c = model.config
+    [T, C] from their start: what `window_errors` measures with a fresh memory. NaN is read as the stream fills it, and
+    is no truth."""
+    c, truth, values = model.config, values, fill_forward(values.T).T
     length, channels = c.look_back, values.shape[1]
-    squares = sizes = 0.0
+    squares = sizes = total = 0.0
     count, state = 0, None
     for begin in range(0, len(values), length):  # the memory has read all before `begin`
         start, stop = max(first, begin + length), min(begin + 2 * length, len(values) - c.horizon + 1)
         origins = torch.arange(start, max(start, stop))
         for part in origins.split(max(1, MOST_ROWS // channels)) if len(origins) else ():
-            index = part.unsqueeze(1) + torch.arange(-length, c.horizon)
-            rows = values[index.to(values.device)]
+            index = (part.unsqueeze(1) + torch.arange(-length, c.horizon)).to(values.device)
+            rows, wanted = values[index], truth[index[:, length:]]
             held = None if state is None else state.rows(torch.arange(len(part) * channels) % channels)
-            difference = (model(rows[:, :length], state=held)[0] - rows[:, length:]).double()
+            difference, known = differences(model(rows[:, :length], state=held)[0], wanted)
             squares += difference.square().sum().item()
             sizes += difference.abs().sum().item()
+            total += known.sum().item()
             count += len(part)
         if begin + length <= len(values):
             state = model(values[begin : begin + length].unsqueeze(0), state=state)[1]
-    total = max(1, count * c.horizon * channels)
+    check_truth(total)
     return {"mse": squares / total, "mae": sizes / total, "windows": count}

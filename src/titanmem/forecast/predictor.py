@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ import torch
 from torch import Tensor
 
 from titanmem.config import require
-from titanmem.data.series import Reading, Series, fill_missing, read_rows
+from titanmem.data.series import Reading, Series, UnknownColumns, fill_missing, read_rows
 from titanmem.data.splits import Scaler
 from titanmem.data.times import parse_step, show_step, show_time
 from titanmem.models.base import find_device, load
@@ -72,11 +74,13 @@ class Predictor:
         if gone == 0 or asked.missing == "error":
             return fill_missing(series, asked.missing, str(path))
         note = f"{gone:,} of {series.values.size:,} values are missing; each takes the value before it in the stream"
+        note += ", or the mean of the training part where there is none"
         return replace(series, notes=[*series.notes, note])
 
     def _read(self, path: str | Path, asked: Reading) -> Series:
         """Rows with their gaps, as far apart as those of the model's own table."""
-        series = read_rows(path, asked)
+        with self.naming_columns():
+            series = read_rows(path, asked)
         if (asked.time or "").lower() == "none":
             return series
         if len(series) == 1:
@@ -88,6 +92,17 @@ class Predictor:
         )
         return series
 
+    @contextmanager
+    def naming_columns(self) -> Iterator[None]:
+        """An error about a column that is not there says which ones the model was trained on."""
+        try:
+            yield
+        except UnknownColumns as error:
+            raise UnknownColumns(
+                f"{error}; the model was trained on {', '.join(self.columns)}: give a table with these columns (rename "
+                "those that mean the same), or train a model on this one (titanmem forecast train)"
+            ) from error
+
     @property
     def look_back(self) -> int:
         return self.model.config.look_back
@@ -98,7 +113,12 @@ class Predictor:
 
     def scaled(self, series: Series) -> Tensor:
         """The model's columns of a table, scaled, [T, C] on its device."""
-        return self.scale(series.choose(self.columns).values)
+        with self.naming_columns():
+            return self.scale(series.choose(self.columns).values)
+
+    def truth(self, series: Series) -> Tensor:
+        """The same with NaN where the table has no value."""
+        return self.scale(series.choose(self.columns).truth)
 
     def scale(self, rows: np.ndarray) -> Tensor:
         """Rows [n, C] in the table's units, scaled, on the model's device."""
@@ -125,7 +145,7 @@ class Predictor:
 
     @torch.no_grad()
     def predict(self, series: Series, origin: int | None = None) -> Series:
-        """The `horizon` rows after a series, or after its first `origin` rows."""
+        """The `horizon` rows after a series, or after its first `origin` rows. `notes` say what it could not see."""
         origin = len(series) if origin is None else origin
         require(0 <= origin <= len(series), f"origin={origin} is none of the {len(series):,} rows, nor after the last")
         require(
@@ -136,7 +156,18 @@ class Predictor:
         values = self.scaled(series)[origin - self.look_back : origin]
         out = self.model(values.unsqueeze(0))[0][0].cpu().double().numpy()
         times = series.first(origin).after(self.horizon)
-        return Series(list(self.columns), self.scaler.undo(out), times, series.time, series.step)
+        notes = self.unseen(series, origin)
+        return Series(list(self.columns), self.scaler.undo(out), times, series.time, series.step, notes=notes)
+
+    def unseen(self, series: Series, origin: int) -> list[str]:
+        """A note for every column without any value in the rows that a forecast from row `origin` looks back on."""
+        first = origin - self.look_back
+        gone = np.isnan(series.choose(self.columns).truth[max(0, first) : origin]).all(0) & (first >= 0)
+        return [
+            f"{self.columns[index]!r} has no value in the {self.look_back} rows that the forecast looks back on, so "
+            "that its forecast is made of filled ones alone (by default one number, repeated)"
+            for index in np.flatnonzero(gone)
+        ]
 
     @staticmethod
     def _place(series: Series, origin: int) -> str:
@@ -144,11 +175,17 @@ class Predictor:
 
     def errors(self, series: Series, first: int = 0) -> dict[str, Any]:
         """Scaled errors of all windows whose forecasts lie in rows from `first` on, each from a fresh memory; and
-        those of repeating the last value."""
-        values = self.scaled(series)[max(0, first - self.look_back) :]
-        found = window_errors(lambda x: self.model(x)[0], values, self.look_back, self.horizon)
-        last = window_errors(lambda x: x[:, -1:].expand(-1, self.horizon, -1), values, self.look_back, self.horizon)
-        return {**found, "last_value": {"mse": last["mse"], "mae": last["mae"]}}
+        those of repeating the last value. Values that the table does not hold are no truth; `missing` of `values` to
+        forecast are none."""
+        rows = slice(max(0, first - self.look_back), None)
+        values, truth = self.scaled(series)[rows], self.truth(series)[rows]
+        gone = truth[self.look_back :].isnan()
+        found, last = (
+            window_errors(forecast, values, self.look_back, self.horizon, truth)
+            for forecast in (lambda x: self.model(x)[0], lambda x: x[:, -1:].expand(-1, self.horizon, -1))
+        )
+        repeated = {"mse": last["mse"], "mae": last["mae"]}
+        return {**found, "values": gone.numel(), "missing": int(gone.sum()), "last_value": repeated}
 
 
 def _exported(run: Path) -> Path:
@@ -195,15 +232,17 @@ def rolling(predictor: Predictor, series: Series, first: int) -> list[tuple[int,
 
 
 def write_rolling(path: Path, made: list[tuple[int, Series]], series: Series) -> None:
-    """Forecasts and the truth, one row per time: origin, time, and for every column the forecast and what came."""
+    """Forecasts and the truth, one row per time: origin, time, and for every column the forecast and what came, which
+    is empty where the table has no value."""
     import csv
 
     with path.open("w", newline="") as file:
         writer = csv.writer(file)
         columns = made[0][1].columns
         writer.writerow(["origin", series.time, *columns, *(f"{name} (truth)" for name in columns)])
-        truth = series.choose(columns).values
+        truth = series.choose(columns).truth
         for origin, found in made:
             for row, (time, values) in enumerate(zip(found.times, found.values, strict=True)):
-                cells = [*values.tolist(), *truth[origin + row].tolist()]
-                writer.writerow([show_time(series.times[origin]), show_time(time), *(f"{x:.6g}" for x in cells)])
+                came = ["" if np.isnan(x) else f"{x:.6g}" for x in truth[origin + row]]
+                cells = [*(f"{x:.6g}" for x in values), *came]
+                writer.writerow([show_time(series.times[origin]), show_time(time), *cells])

@@ -171,7 +171,7 @@ class Forecaster(Model):
 
         x may hold K windows one after another, [B, K · L, C]: then the forecasts are [B, K, H, C], each made at the end
         of its window. With y, what follows the first window ([B, (K − 1) · L + H, C]), the first result is the summed
-        loss instead. `learn=False`: memories read only.
+        loss instead, in which NaN of y, truth that nobody knows, does not count. `learn=False`: memories read only.
         """
         c = self.config
         self._check(x, y, state)
@@ -190,6 +190,7 @@ class Forecaster(Model):
         return (out.squeeze(1) if x.shape[1] == c.look_back else out), state
 
     def _loss(self, out: Tensor, truth: Tensor) -> Tensor:
+        truth = torch.where(truth.isnan(), out.detach(), truth)  # no error, and a gradient of exactly 0
         if self.config.loss == "huber":
             return smooth_l1_loss(out, truth, reduction="sum")
         difference = out - truth

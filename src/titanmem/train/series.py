@@ -14,7 +14,7 @@ from torch import Tensor
 
 from titanmem.config import Config, check_counts, check_types, require
 from titanmem.data.series import Reading, Series, fill_parts, read_rows
-from titanmem.data.splits import Scaler, Splits
+from titanmem.data.splits import PARTS, Scaler, Splits
 from titanmem.data.times import show_step
 from titanmem.models.series import Forecaster, SeriesConfig
 from titanmem.tasks.base import generator_of
@@ -167,7 +167,7 @@ class SeriesRun(RunConfig):
 
 
 def check_lengths(config: SeriesRun, series: Series, splits: Splits) -> None:
-    """Whether every part has a window."""
+    """Whether every part has a window, and a value to forecast that the table holds."""
     look_back, horizon = config.model.look_back, config.model.horizon
     name = config.data.path
     require(
@@ -183,6 +183,14 @@ def check_lengths(config: SeriesRun, series: Series, splits: Splits) -> None:
             f"{name}: the {part} part has {rows:,} rows, fewer than the horizon of {horizon}; give a shorter horizon "
             "or another data.split",
         )
+    truth = series.truth
+    for part, called in zip(PARTS, ("training", "validation", "test"), strict=True):
+        wanted = truth[splits.rows(part, look_back)][look_back:]
+        require(
+            getattr(splits, part) == 0 or not np.isnan(wanted).all(),
+            f"{name}: all values to forecast in the {called} part are missing, and filled ones are no truth to measure "
+            "by; give another data.split, or a table that holds some",
+        )
 
 
 def windows_of(values: Tensor, span: int) -> Tensor:
@@ -191,27 +199,52 @@ def windows_of(values: Tensor, span: int) -> Tensor:
 
 
 @torch.no_grad()
-def window_errors(forecast: Callable[[Tensor], Tensor], values: Tensor, look_back: int, horizon: int) -> dict[str, Any]:
-    """Mean squared and absolute error over all windows of values [T, C]; also by steps ahead."""
+def window_errors(
+    forecast: Callable[[Tensor], Tensor], values: Tensor, look_back: int, horizon: int, truth: Tensor | None = None
+) -> dict[str, Any]:
+    """Mean squared and absolute error over all windows of values [T, C]; also by steps ahead. `truth` is `values` with
+    NaN where they were filled: read, and not to be forecast. A step ahead without any truth has None."""
     require(
         len(values) >= look_back + horizon,
         f"no window fits into {len(values)} rows; it takes look-back {look_back} + horizon {horizon}",
     )
     found = windows_of(values, look_back + horizon)
+    known = windows_of(values if truth is None else truth, look_back + horizon)
     most = max(1, MOST_ROWS // values.shape[1])
-    squares, sizes = (torch.zeros(horizon, dtype=torch.float64, device=values.device) for _ in range(2))
-    for part in found.split(most):
-        difference = (forecast(part[:, :look_back]) - part[:, look_back:]).double()
+    squares, sizes, counts = (torch.zeros(horizon, dtype=torch.float64, device=values.device) for _ in range(3))
+    for part, wanted in zip(found.split(most), known.split(most), strict=True):
+        difference, count = differences(forecast(part[:, :look_back]), wanted[:, look_back:])
         squares += difference.square().sum((0, 2))
         sizes += difference.abs().sum((0, 2))
-    count = len(found) * values.shape[1]
-    by_step = {"mse": (squares / count).tolist(), "mae": (sizes / count).tolist()}
+        counts += count.sum((0, 2))
+    total = check_truth(counts.sum().item())
+    by_step = {
+        name: [each / count if count else None for each, count in zip(sums.tolist(), counts.tolist(), strict=True)]
+        for name, sums in {"mse": squares, "mae": sizes}.items()
+    }
     return {
-        "mse": squares.sum().item() / (count * horizon),
-        "mae": sizes.sum().item() / (count * horizon),
+        "mse": squares.sum().item() / total,
+        "mae": sizes.sum().item() / total,
         "windows": len(found),
         "by_step": by_step,
     }
+
+
+def differences(forecast: Tensor, truth: Tensor) -> tuple[Tensor, Tensor]:
+    """Forecast minus truth in float64, 0 where the truth is NaN, and where it is known."""
+    gone = truth.isnan()
+    difference = (forecast - truth).double()
+    return difference.masked_fill_(gone, 0), ~gone  # in place: another layout is summed in another order
+
+
+def check_truth(count: float) -> float:
+    """The number of values that were forecast and are known; refused if there is none."""
+    require(
+        count > 0,
+        "no forecast can be compared with the truth: all values to forecast are missing in the table, and filled ones "
+        "do not count; give rows that hold some",
+    )
+    return count
 
 
 class SeriesSource(Source):
@@ -222,7 +255,13 @@ class SeriesSource(Source):
         series, self.splits = config.data.table()
         self.scaler = Scaler.fit(series.values[: self.splits.train])
         self.values = torch.from_numpy(self.scaler.apply(series.values).astype(np.float32))
+        self.truth = self.values  # with NaN where the table has no value: read as it was filled, not to be forecast
+        if series.filled is not None:
+            self.truth = self.values.masked_fill(torch.from_numpy(series.filled), float("nan"))
+        self.gaps = bool(self.truth[: self.splits.train].isnan().any())
         self.notes = [f"{config.data.path}: {note}" for note in series.notes]
+        if series.filled is not None:
+            self.notes.append("what was filled or inserted is read, but does not count in losses and errors")
         if not self.splits.validation:
             self.notes.append("nothing is held out for validation: no early stopping, the last step is what counts")
         self.warning = "\n".join(self.notes) or None
@@ -232,6 +271,7 @@ class SeriesSource(Source):
         config, look_back = self.config, self.config.model.look_back
         self.values = self.values.to(ranks.device)
         windows = windows_of(self.values[: self.splits.train], config.span)
+        truths = windows_of(self.truth[: self.splits.train].to(ranks.device), config.span) if self.gaps else None
         per_epoch = max(1, len(windows) // config.rows)
         order, epoch = torch.empty(0), -1
         for number in range(step, config.steps):
@@ -239,13 +279,15 @@ class SeriesSource(Source):
                 epoch = number // per_epoch
                 order = torch.randperm(len(windows), generator=generator_of(config.seed, epoch)).to(ranks.device)
             first = number % per_epoch * config.rows
-            taken = windows[order[first : first + config.rows][ranks.rank :: ranks.world]]
-            yield {"x": taken[:, : config.span - config.model.horizon], "y": taken[:, look_back:]}
+            mine = order[first : first + config.rows][ranks.rank :: ranks.world]
+            taken = windows[mine]
+            wanted = taken if truths is None else truths[mine]
+            yield {"x": taken[:, : config.span - config.model.horizon], "y": wanted[:, look_back:]}
 
     def count(self, batch: Batch) -> int:
         model = self.config.model
-        rows, steps, channels = batch["x"].shape
-        return rows * (steps // model.look_back) * model.horizon * channels
+        wanted = batch["y"].unfold(1, model.horizon, model.look_back)
+        return wanted.numel() - (int(wanted.isnan().sum()) if self.gaps else 0)
 
     def evaluate(self, spread: Spread) -> Evaluation | None:
         """Errors over all windows of the validation part, each from a fresh memory."""
@@ -257,8 +299,9 @@ class SeriesSource(Source):
     def errors(self, forecast: Callable[[Tensor], Tensor], part: str, device: torch.device) -> dict[str, Any]:
         """What `window_errors` finds in a part, on scaled values."""
         model = self.config.model
-        values = self.values[self.splits.rows(part, model.look_back)].to(device)
-        return window_errors(forecast, values, model.look_back, model.horizon)
+        rows = self.splits.rows(part, model.look_back)
+        values, truth = (x[rows].to(device) for x in (self.values, self.truth))
+        return window_errors(forecast, values, model.look_back, model.horizon, truth)
 
     def brief(self, found: dict[str, Any]) -> str:
         return f"validation MSE {found['held_out']:.4f}, MAE {found['mae']:.4f}"
