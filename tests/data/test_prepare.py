@@ -18,7 +18,7 @@ from corpus import all_documents, all_files, write_files, write_lines
 
 from titanmem.data import encode
 from titanmem.data.journal import Journal
-from titanmem.data.prepare import locked, prepare
+from titanmem.data.prepare import check_origin, locked, prepare
 from titanmem.data.shards import Settings, TokenShards
 from titanmem.data.sources import is_held_out
 from titanmem.data.tokenizer import load_tokenizer
@@ -161,6 +161,7 @@ def test_lost_and_damaged_shards_alone_are_made_again(source, expected, tmp_path
 def test_shards_are_not_made_again_from_a_changed_source(source, expected, tmp_path):
     out, shard = tmp_path / "expected", tmp_path / "expected" / "train-00000.safetensors"
     shard.unlink()
+    (out / "source.json").unlink()  # as earlier versions left it
     changed = next(p for p in sorted(Path(source).rglob("*.txt")) if not is_held_out(f"0/{p.name}", "", 0.2))
     size = changed.stat().st_size
     changed.write_text("x" * size)  # even when its size stays
@@ -172,6 +173,87 @@ def test_shards_are_not_made_again_from_a_changed_source(source, expected, tmp_p
         path.unlink()
     with pytest.raises(ValueError, match=r"changed since .*expected was prepared"):
         prepare(source, out, **SETTINGS)
+
+
+def test_files_that_changed_since_are_named_and_not_passed_over(source, expected, tmp_path):
+    out, files = tmp_path / "expected", sorted(Path(source).rglob("*.txt"))
+    for path in files:
+        os.utime(path, (1, 1))  # that alone is no change
+    for look in (lambda: prepare(source, out, **SETTINGS), lambda: check_origin(out)):
+        look()
+        (Path(source) / "new.md").write_text("new")
+        old = files[0].read_bytes(), files[1].read_bytes()
+        files[0].unlink()
+        files[1].write_bytes(b"?" + old[1][1:])  # of the same size
+        with pytest.raises(ValueError, match=r"new: new\.md; gone: 0/000\.txt; changed: 0/003\.txt\).*delete"):
+            look()
+        (Path(source) / "new.md").unlink()
+        files[0].write_bytes(old[0])
+        files[1].write_bytes(old[1])
+        look()
+
+
+def test_what_was_prepared_stays_of_use_without_its_source_and_without_its_mark(source, expected, tmp_path):
+    out, other = tmp_path / "expected", tmp_path / "other"
+    other.mkdir()
+    (other / "a.txt").write_text("another folder")
+    with pytest.raises(ValueError, match=r"other is not what .* was prepared from, .*source \(new: a\.txt; gone: "):
+        check_origin(out, str(other))
+    os.rename(source, tmp_path / "away")
+    prepare(source, out, **SETTINGS)
+    check_origin(out)
+    check_origin(out, str(tmp_path / "away"))  # the same files
+    Path(source).mkdir()  # where a disk was mounted
+    check_origin(out)
+    (out / "source.json").unlink()
+    check_origin(out, str(other))
+
+
+def test_a_preparation_goes_on_with_the_files_it_began_with(source, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+
+    def stopped(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(encode.Encoder, "encode", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            prepare(source, out, **SETTINGS)
+    path = sorted(Path(source).rglob("*.txt"))[0]
+    path.write_text("x" * path.stat().st_size)
+    with pytest.raises(ValueError, match=r"changed since .*unfinished was begun \(changed: 0/000\.txt\)"):
+        prepare(source, out, **SETTINGS)
+
+
+def write_texts(folder: Path, count: int) -> str:
+    """A folder of text files of which a share of 0.05 holds none out."""
+    folder.mkdir()
+    for number in range(count):
+        assert not is_held_out(f"d{number}.txt", "", 0.05)
+        (folder / f"d{number}.txt").write_text(f"the document {number}")
+    return str(folder)
+
+
+@pytest.mark.parametrize("count", [1, 2, 15])
+def test_of_few_files_one_is_held_out_the_same_when_it_is_made_again(count, tmp_path, monkeypatch):
+    monkeypatch.setattr(encode, "GROUP_BYTES", 30)
+    text, out = write_texts(tmp_path / "text", count), tmp_path / "out"
+    index = prepare(text, out, workers=1, progress=False).index
+    assert sum(s.documents for s in index.splits["held"]) == (count > 1)
+    before = all_files(out)
+    for file in out.glob("*.safetensors"):
+        file.unlink()
+    prepare(text, out, workers=1, progress=False)
+    assert all_files(out) == before
+
+
+def test_where_the_share_takes_some_files_no_other_is_held_out(tmp_path):
+    text, names = write_texts(tmp_path / "text", 15), [f"d{number}.txt" for number in range(15)]
+    held = prepare(text, tmp_path / "out", held_out=0.3, workers=1, progress=False).index.splits["held"]
+    assert sum(s.documents for s in held) == sum(is_held_out(name, "", 0.3) for name in names) > 1
+    limited = prepare(text, tmp_path / "limited", limit_documents=1, workers=1, progress=False).index
+    assert not limited.splits["held"]
+    assert "it has 1 document, of which held_out=0.05 took none; for some, cut it" in limited.why_none_held("x")
 
 
 def test_a_trained_tokenizer_is_saved_with_the_shards(source, tmp_path):

@@ -15,7 +15,7 @@ import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +35,12 @@ from titanmem.data.shards import (
     smallest_dtype,
     writing,
 )
-from titanmem.data.sources import Source, is_held_out, open_source
+from titanmem.data.sources import Origin, Source, is_held_out, open_source, origin_of, share_that_holds_one
 from titanmem.data.tokenizer import Tokenizer, load_tokenizer, train_bpe
 
 WORK = "unfinished"
 PARTS = "parts.json"
+ORIGIN = "source.json"
 BPE_VOCAB = 16_384
 SAMPLE_CHARACTERS = 2**26  # what a tokenizer is trained on
 SAMPLE_OF_ONE_PART = 2**22
@@ -65,8 +66,8 @@ def prepare(
     by default one per core for all but small sources.
 
     A folder that is finished with these settings is returned at once; missing or damaged shards are made again; an
-    unfinished one is continued; one that another process prepares is waited for. Other settings, unreadable sources and
-    full disks are ValueErrors.
+    unfinished one is continued; one that another process prepares is waited for. Other settings, files that changed
+    since, unreadable sources and full disks are ValueErrors.
     """
     trained = BPE_VOCAB if tokenizer == "bpe" and vocab_size is None else vocab_size
     settings = Settings(source, tokenizer, trained, held_out, shard_tokens, limit_documents, limit_tokens)
@@ -88,6 +89,31 @@ def check_room(folder: Path, source: str) -> None:
     )
     inside = Path(source).is_dir() and folder.resolve().is_relative_to(Path(source).resolve())
     require(not inside, f"{folder} lies inside the source {source}, and would become part of it; give another folder")
+
+
+def check_origin(folder: Path, source: str | None = None) -> None:
+    """Refuse a prepared folder whose local files are not any more what they were. They are looked for in `source`, else
+    where they were; nothing is said where they are not there or cannot be read, and of a folder that knows no files."""
+    if not (folder / ORIGIN).is_file():
+        return
+    held = Origin.read(folder / ORIGIN)
+    try:
+        now = origin_of(source or held.place)
+    except ValueError:  # what cannot be read cannot be compared
+        return
+    if now is None:
+        return
+    wrong = "; ".join(held.changes(now))
+    what = (
+        f"{now.place} changed since {folder} was prepared"
+        if now.place == held.place
+        else f"{now.place} is not what {folder} was prepared from, {held.place}"
+    )
+    require(
+        not wrong,
+        f"{what} ({wrong}). To prepare it as it is now, give another folder (data.path) or delete {folder}; to keep "
+        f"its tokens as they are, delete {folder / ORIGIN}. A run that has begun goes on: titanmem train --resume RUN",
+    )
 
 
 @contextmanager
@@ -144,6 +170,7 @@ class Preparation:
         if (self.folder / INDEX).exists():
             index = Index.load(self.folder)
             check_same(index.settings, self.settings, self.folder, "a finished")
+            check_origin(self.folder, self.settings.source)
             if all(s.is_whole(self.folder) for shards in index.splits.values() for s in shards):
                 self._say(f"{self.folder} is already prepared with these settings")
                 shutil.rmtree(self.work, ignore_errors=True)
@@ -152,8 +179,11 @@ class Preparation:
         plan = plan_hash(source)
         self.work.mkdir(exist_ok=True)
         journal = Journal(self.work / "journal.jsonl", self.settings, plan)
-        saved = self._save_tokenizer(source, self.folder if index else self.work)
-        self.encoder = Encoder(source, load_tokenizer(saved), plan_groups(source), self.settings, self.work)
+        if index is None:
+            self._keep_origin()
+        settings = replace(self.settings, held_out=self._share(source, index))
+        saved = self._save_tokenizer(source, self.folder if index else self.work, settings.held_out)
+        self.encoder = Encoder(source, load_tokenizer(saved), plan_groups(source), settings, self.work)
         self.saved = saved
         notes = self._encode(journal) if index is None else self._read_notes(plan)
         held = journal.shards if index is None else {s.file: s for shards in index.splits.values() for s in shards}
@@ -169,13 +199,33 @@ class Preparation:
     def _bar(self, **settings: Any) -> Any:
         return load_package("tqdm", "the progress bar").tqdm(disable=not self.progress, leave=False, **settings)
 
-    def _save_tokenizer(self, source: Source, folder: Path) -> Path:
+    def _keep_origin(self) -> None:
+        """Note what the files are before any is read: what changes later is a change."""
+        file, now = self.work / ORIGIN, origin_of(self.settings.source)
+        if now is None:
+            return
+        if file.exists():
+            wrong = "; ".join(Origin.read(file).changes(now))
+            begun = f"{now.place} changed since {self.work} was begun"
+            require(not wrong, f"{begun} ({wrong}); delete that folder to start anew")
+        else:
+            with writing(file) as out:
+                out.write(json.dumps(asdict(now)).encode() + b"\n")
+
+    def _share(self, source: Source, index: Index | None) -> float:
+        """The share that is held out: of few files at least one, unless a limit says which files are read. A finished
+        folder without one was made by an earlier version, and stays what it is."""
+        share = self.settings.held_out
+        made = index is not None and not index.splits["held"]
+        return share if made or self.limit != Limit() else share_that_holds_one(source, share)
+
+    def _save_tokenizer(self, source: Source, folder: Path, held_out: float) -> Path:
         """The folder of the tokenizer below `folder`, made when it is not there."""
         saved = folder / "tokenizer"
         if not saved.is_dir():
             if self.settings.vocab_size is not None:
                 self._say("training a tokenizer")
-                made: Tokenizer = train_bpe(sample_texts(source, self.settings.held_out), self.settings.vocab_size)
+                made: Tokenizer = train_bpe(sample_texts(source, held_out), self.settings.vocab_size)
             else:
                 made = load_tokenizer(self.settings.tokenizer)
             aside = self.work / "tokenizer.part"
@@ -304,6 +354,9 @@ class Preparation:
         """Put the tokenizer in its place and write the index, which makes the folder a data set."""
         with writing(self.folder / PARTS) as file:
             file.write(json.dumps({"plan": plan, "groups": [asdict(n) for n in notes]}).encode() + b"\n")
+        if (self.work / ORIGIN).exists():
+            with writing(self.folder / ORIGIN) as file:
+                file.write((self.work / ORIGIN).read_bytes())
         shutil.rmtree(self.folder / "tokenizer", ignore_errors=True)
         self.saved.rename(self.folder / "tokenizer")
         made = self.encoder.tokenizer

@@ -2,6 +2,7 @@
 
     dataset.json               format, settings, tokenizer, and for every split the shards with their sha256
     parts.json                 which part of the source went where, for redoing a shard that was lost
+    source.json                of local files: where they lay, their sizes and marks of their content
     tokenizer/                 for `load_tokenizer`
     train-00000.safetensors    tokens [N] uint8, uint16 or int32; starts [documents] int64
     held-00000.safetensors     the same for the held-out documents
@@ -120,6 +121,20 @@ class Index:
             raise ValueError(f"{path} is damaged ({type(error).__name__}: {error}); prepare a new folder") from error
         raise ValueError(f"{path} has format {form!r} version {version!r}, this titanmem reads {FORMAT!r} {VERSION}")
 
+    def why_none_held(self, folder: str | Path) -> str:
+        """Why there are no held-out documents, and what to do about it."""
+        documents, share = sum(s.documents for shards in self.splits.values() for s in shards), self.settings.held_out
+        what = (
+            "cut it into lines of .jsonl, of which each is a document, and prepare them in another folder"
+            if documents == 1
+            else "prepare it anew in another folder (data.path) with a larger share, for instance data.held_out=0.2 "
+            "(titanmem data prepare: --held-out 0.2)"
+        )
+        return (
+            f"{folder} holds no held-out documents: it has {documents:,} document{'s' * (documents != 1)}, of which "
+            f"held_out={share} took none; for some, {what}"
+        )
+
 
 def smallest_dtype(vocab_size: int) -> str:
     """The smallest of the shard types that holds every id."""
@@ -219,8 +234,7 @@ class TokenShards:
         self.shards = known[split]
         require(
             bool(self.shards),
-            f"the split {split!r} of {folder} is empty: held_out={self.index.settings.held_out} of its documents left "
-            "none for it; prepare more documents or another share into a new folder",
+            f"the split {split!r} of {folder} is empty. {self.index.why_none_held(folder)}",
         )
         self.vocab_size, self.end = self.index.vocab_size, self.index.end
         self.tokens = sum(s.tokens for s in self.shards)

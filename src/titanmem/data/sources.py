@@ -4,20 +4,29 @@ from __future__ import annotations
 
 import glob
 import hashlib
+import math
 import os
 import re
 import sysconfig
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from titanmem.config import require
-from titanmem.data.files import KNOWN, cut_points, kind_of, read_lines, read_rows, read_text
+from titanmem.config import Config, require
+from titanmem.data.files import FASTA, KNOWN, PACKED, cut_points, kind_of, read_lines, read_rows, read_text, reading
 from titanmem.data.packages import load_package
 
-SPECS = "python, python+packages, a file, a folder, a glob, or hf:DATASET[:CONFIG[:SPLIT]]"
+SPECS = (
+    "python, python+packages, a file (text, JSON lines, Parquet, for DNA also FASTA), a folder, a glob, or "
+    "hf:DATASET[:CONFIG[:SPLIT]]"
+)
+PYTHON = ("python", "python+packages")
 BASES = 2**16  # of a document: longer sequences are several
+FEW = 64  # files whose beginning is looked at before a run
+ENDS = 2**15  # bytes at either end of a file that tell whether it changed
 NOT_PYTHON_LIBRARY = {"test", "tests", "idlelib", "site-packages", "dist-packages"}
 
 
@@ -42,7 +51,7 @@ class Source(ABC):
 def open_source(spec: str) -> Source:
     """Open what `spec` names; lines and rows take their text from `text`, or from NAME with spec?field=NAME."""
     where, field = _split_options(spec)
-    if where in ("python", "python+packages"):
+    if where in PYTHON:
         return _open_python(packages=where.endswith("packages"))
     if where.startswith("hf:"):
         return HubSource(where, field)
@@ -54,8 +63,43 @@ def is_held_out(name: str, text: str, share: float) -> bool:
 
     The answer is the same on every machine, and the same text without a name is never in both splits.
     """
+    return _draw(name, text) < share * 2**64
+
+
+def _draw(name: str, text: str) -> int:
+    """The number below 2**64 that decides."""
     digest = hashlib.blake2b((name or text).encode(errors="replace"), digest_size=8).digest()
-    return int.from_bytes(digest, "big") < share * 2**64
+    return int.from_bytes(digest, "big")
+
+
+def share_that_holds_one(source: Source, share: float) -> float:
+    """`share`; where no document would be held out by it, the next larger one that takes a single one. That is known
+    without reading only of at least two files of one document each, so all other sources keep theirs."""
+    if share == 0 or not (isinstance(source, FileSource) and source.is_all_text):
+        return share
+    drawn = [_draw(name, "") for name, size in zip(source.parts, source.sizes, strict=True) if size]
+    if len(drawn) < 2 or min(drawn) < share * 2**64:
+        return share
+    return math.nextafter(min(drawn) / 2**64, 1)
+
+
+def check_sequences(spec: str) -> None:
+    """Refuse local files that do not begin with DNA, without reading them whole where they are FASTA."""
+    from titanmem.data.dna import encode_bases
+
+    where, _ = _split_options(spec)
+    if where.startswith("hf:"):
+        return
+    wanted = f"FASTA ({' '.join(FASTA)}, each also with {' '.join(PACKED)}), a folder or a glob of such files"
+    require(Path(where).exists() or glob.has_magic(where), f"there is no file or folder {where}; give {wanted}")
+    source = open_source(spec)
+    for part in source.parts[:FEW]:
+        name = where if Path(where).is_file() else f"{part} of {where}"
+        for document in islice(source.documents(part), 1):
+            try:
+                encode_bases(document.text.encode())
+            except ValueError as error:
+                raise ValueError(f"{name} is no DNA: {error}. Give {wanted}") from error
 
 
 def _split_options(spec: str) -> tuple[str, str]:
@@ -85,6 +129,7 @@ class FileSource(Source):
                 self.sizes.append(path.stat().st_size // len(cuts))
                 self._places[part] = (name, path, cut)
         require(bool(self.parts), f"{spec} holds no file that can be read; known are {KNOWN}")
+        self.is_all_text = all(kind_of(path) == "text" for _, path, _ in self._places.values())
 
     def documents(self, part: str) -> Iterator[Document]:
         name, path, cut = self._places[part]
@@ -112,6 +157,51 @@ def _read_bases(name: str, path: Path) -> Iterator[Document]:
     for piece in read_fasta(path, BASES):
         if piece.ids.count(ANY) < len(piece.ids):
             yield Document(f"{name}/{piece.record}:{piece.start}", decode_bases(piece.ids))
+
+
+@dataclass(frozen=True)
+class Origin(Config):
+    """What a source of local files was: where it lies, and each file's size and a mark of its content."""
+
+    place: str
+    files: dict[str, tuple[int, str]]
+
+    def changes(self, now: Origin) -> list[str]:
+        """What differs there, in words."""
+        held, there = self.files, now.files
+        found = {
+            "new": [name for name in there if name not in held],
+            "gone": [name for name in held if name not in there],
+            "changed": [name for name in held if name in there and tuple(there[name]) != tuple(held[name])],
+        }
+        return [f"{what}: {_shown(names)}" for what, names in found.items() if names]
+
+
+def _shown(names: list[str]) -> str:
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return ", ".join(sorted(names)[:5]) + more
+
+
+def origin_of(spec: str) -> Origin | None:
+    """What a source of local files is now; None for one of another kind, and where there are none."""
+    where, _ = _split_options(spec)
+    if where in PYTHON or where.startswith("hf:"):
+        return None
+    path = Path(where)
+    with reading(path):
+        files = _find_files(where) if glob.has_magic(where) or path.exists() else {}
+        place, marks = str(path.resolve()), {name: _mark(file) for name, file in sorted(files.items())}
+    return Origin(place, marks) if marks else None
+
+
+def _mark(path: Path) -> tuple[int, str]:
+    """A file's size, and a hash of it or, of a large one, of its two ends: many files are compared at every start."""
+    with reading(path), path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        held = hashlib.blake2b(file.read(ENDS), digest_size=8)
+        file.seek(max(ENDS, size - ENDS))
+        held.update(file.read(ENDS))
+    return size, held.hexdigest()
 
 
 def _find_files(where: str) -> dict[str, Path]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from titanmem.config import require
 from titanmem.data.dna import VOCABULARY as DNA_VOCAB
-from titanmem.data.prepare import BPE_VOCAB, prepare
+from titanmem.data.prepare import BPE_VOCAB, check_origin, prepare
 from titanmem.data.shards import INDEX, Index, TokenShards
 from titanmem.data.tokenizer import Tokenizer, load_tokenizer
 from titanmem.tasks import Task, open_task
@@ -56,6 +56,8 @@ def fit_to_data(config: TrainConfig, given: Collection[str]) -> TrainConfig:
             f"{data.path} was prepared with other settings ({'; '.join(wrong)}); give another data.path, or leave "
             "these settings out",
         )
+        if "source" in named:
+            check_origin(Path(data.path), data.source)
         data, vocabulary = replace(data, **made), index.vocab_size
     model = config.model
     if vocabulary is not None and "model.vocab_size" not in given:

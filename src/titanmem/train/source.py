@@ -80,11 +80,11 @@ class TextSource(TokenSource):
         super().__init__(config)
         self.carries, self.varies = config.data.carry, config.data.reset  # documents begin anywhere
         self.shards = TokenShards(config.data.path, "train")
-        some = Index.load(Path(config.data.path)).splits.get("held")
-        self.held = TokenShards(config.data.path, "held") if some else None
+        index = Index.load(Path(config.data.path))
+        self.held = TokenShards(config.data.path, "held") if index.splits.get("held") else None
         self.tokenizer = load_tokenizer(Path(config.data.path) / "tokenizer")
         if self.held is None:
-            self.warning = f"{config.data.path} holds no held-out documents: no held-out loss, no samples"
+            self.warning = f"no held-out loss, no samples: {index.why_none_held(config.data.path)}"
 
     def batches(self, step: int, ranks: Ranks) -> Iterator[Batch]:
         """This rank's rows of every step that is left."""
