@@ -178,6 +178,8 @@ def test_the_commands_train_score_and_predict(tmp_path, folder, capsys, monkeypa
     assert main(["dna", "predict", "run", "unknown.csv", "--out", "u.csv"]) == 0
     (tmp_path / "alone.csv").write_text("sequence,label\n" + "".join(f"{'ACGT' * i},x\n" for i in range(1, 50)))
     (tmp_path / "gap.fa").write_text(">a\nACGT\n>b\nA-T\n")
+    for name in ("text.md", "text.fa"):
+        (tmp_path / name).write_text("# A title\n")
     (tmp_path / "cut.fa.gz").write_bytes(gzip.compress(b">a\nACGT\n" * 99)[:-9])
     capsys.readouterr()
     for words, fault in [
@@ -192,6 +194,10 @@ def test_the_commands_train_score_and_predict(tmp_path, folder, capsys, monkeypa
         (["dna", "eval", "run", str(folder), "--split", "best"], "has no best split, only train, dev, test"),
         (["dna", "predict", "run", "new.fa", "--longest", "6"], "new.fa, line 3: the sequence has more than 6 bases"),
         (["dna", "predict", str(folder), "new.fa"], "has no config.json"),
+        (["dna", "predict", "runs/dna", "new.fa"], "there is no folder runs/dna. Expected"),
+        (["dna", "pretrain", "nope.fa", "--dry-run"], "there is no file or folder nope.fa; give FASTA (.fa .fasta"),
+        (["dna", "pretrain", "text.md", "--dry-run"], "titanmem: text.md is no DNA: '#' is no base"),
+        (["dna", "pretrain", "text.fa", "--dry-run"], "text.fa, line 1: FASTA begins with a line '>name'"),
     ]:
         assert main(words) == 2
         assert fault in capsys.readouterr().err
@@ -209,6 +215,17 @@ def test_pretraining_on_fasta_gives_a_model_to_start_from_and_no_other_kind(tmp_
     assert json.loads((tmp_path / "first" / "model" / "config.json").read_text())["vocab_size"] == VOCABULARY
     assert main(["dna", "train", str(folder), "--init", "first/model", "--out", "second", "steps=2"]) == 0
     assert open_classifier("second/model", "cpu").config.trunk.dim == 16
+    with (tmp_path / "g.fa").open("a") as file:
+        file.write(">more\nACGT\n")
+    capsys.readouterr()
+    assert main(["dna", "pretrain", "g.fa", "--out", "again", *small]) == 2
+    assert "g.fa changed since data/g.fa-dna was prepared (changed: g.fa)" in capsys.readouterr().err
+    assert main(["train", "--resume", "first"]) == 0
+    (tmp_path / "g.fa").rename(tmp_path / "moved.fa")
+    assert main(["train", "--resume", "first"]) == main(["dna", "pretrain", "g.fa", "--out", "again", *small]) == 0
+    capsys.readouterr()
+    assert main(["dna", "train", str(folder), "--init", "again/other"]) == 2
+    assert "Go on with titanmem train --resume again, then titanmem export again again/other" in capsys.readouterr().err
     words = ["dna", "train", str(folder), "--init", "first/model", "--out", "third", "steps=2", "--dry-run", "--model"]
     assert main([*words, "lmm"]) == 0
     for other, trait in (("cnn", "blocks: lmm"), ("mac", "blocks: lmm"), ("linear", "depth of the memory: 2")):

@@ -53,6 +53,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def run_pretrain(arguments: argparse.Namespace) -> int:
+    from titanmem.data.shards import INDEX
+    from titanmem.data.sources import check_sequences
     from titanmem.recipes.dna import pretraining
     from titanmem.train.config import parse_settings
     from titanmem.train.export import export
@@ -61,6 +63,8 @@ def run_pretrain(arguments: argparse.Namespace) -> int:
     name = arguments.model or "lmm"
     config = pretraining(name, arguments.source).change(settings)
     config = config.fit({*settings, "data.source", "data.tokenizer"})
+    if not (Path(config.data.path) / INDEX).exists():  # what is prepared needs no source
+        check_sequences(arguments.source)
     out = arguments.out or Path("runs") / f"dna-pretrain-{_short(arguments.source)}-{name}"
     found = _train(config, out, arguments.dry_run)
     if found is not None and found["complete"] and _first():
