@@ -159,16 +159,17 @@ class State:
         """Read what `save` wrote. A file of another kind or a newer version is refused."""
         from safetensors import SafetensorError, safe_open
 
+        expected = "expected a .safetensors file that state.save (or titanmem generate --save-state) wrote"
         if not Path(path).exists():
-            raise FileNotFoundError(f"no state file at {path}")
+            raise FileNotFoundError(f"no state file at {path}; {expected}")
         if not Path(path).is_file():
-            raise ValueError(f"{path} is no file; give the one that save wrote")
+            raise ValueError(f"{path} is no file; {expected}")
         try:
             with safe_open(path, "pt", device=str(device)) as file:
                 about = file.metadata() or {}
                 held = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         except SafetensorError as error:
-            raise ValueError(f"{path} is not a readable state file ({error}); save it again") from error
+            raise ValueError(f"{path} is not a readable state file ({error}); {expected}") from error
         if about.get("format") != FORMAT:
             raise ValueError(f"{path} holds {about.get('format', 'no titanmem state')!r}, expected {FORMAT!r}")
         version = about.get("version", "")

@@ -80,5 +80,7 @@ def test_an_unknown_name_is_told_which_there_are(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["generate", "no-such-model", "It was"]) == 2
     error = capsys.readouterr().err
-    assert "no-such-model" in error
+    assert "there is no folder no-such-model. Expected" in error
     assert NAMES[0] in error
+    with pytest.raises(FileNotFoundError, match=f"no folder {NAMES[0][:-1]}; did you mean '{NAMES[0]}'"):
+        titanmem.TitansLM.load(NAMES[0][:-1])

@@ -157,6 +157,7 @@ class NeuralMemory(nn.Module):
     >>> mem = NeuralMemory(dim=64, num_heads=2)
     >>> y, state = mem(x)            # x [B, T, 64]
     >>> y2, state = mem(x2, state)   # goes on, at any cut
+    >>> state.save("memory.safetensors")   # MemoryState.load reads it
 
     Settings are those of `MemoryConfig`.
     """

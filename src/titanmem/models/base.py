@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Self, TypeVar
 import torch
 from torch import Tensor, nn
 
-from titanmem.config import KindConfig, check_keys, require
+from titanmem.config import KindConfig, check_keys, nearest, require
 from titanmem.models.shipped import model_folder, shipped
 
 FILES = ("config.json", "model.safetensors")
@@ -107,10 +107,7 @@ def read_config(folder: str | Path) -> ModelConfig:
     path = model_folder(folder)
     for name in FILES:
         if not (path / name).exists():
-            raise FileNotFoundError(
-                f"{path} has no {name}; expected a folder that a model's save or titanmem export wrote, or a "
-                f"model that comes with titanmem: {', '.join(shipped())}"
-            )
+            raise FileNotFoundError(_absence(path, name))
     try:
         return ModelConfig.read(path / "config.json")
     except ValueError as error:
@@ -119,6 +116,26 @@ def read_config(folder: str | Path) -> ModelConfig:
         raise ValueError(
             f"{path} is a folder for transformers; give the run, or titanmem export without --format hf"
         ) from error
+
+
+def _absence(path: Path, name: str) -> str:
+    """Why a folder is no model for want of a file, and what to do."""
+    run = path.parent
+    if not path.exists() and (run / "checkpoints").is_dir():
+        return (
+            f"there is no model in {path} yet: the run {run} was stopped before its end, or not exported. Go on with "
+            f"titanmem train --resume {run}, then titanmem export {run} {path}; of titanmem dna, the same command "
+            "again does both"
+        )
+    if (path / "checkpoints").is_dir():
+        return f"{path} is a run, no model yet; write one with titanmem export {path} FOLDER, and give that folder"
+    expected = (
+        "a folder that a model's save or titanmem export wrote, or a model that comes with titanmem: "
+        f"{', '.join(shipped())}"
+    )
+    if path.exists():
+        return f"{path} has no {name}; expected {expected}"
+    return f"there is no folder {path}{nearest(str(path), shipped())} Expected {expected}"
 
 
 def fill(model: AnyModel, folder: str | Path) -> AnyModel:
