@@ -169,7 +169,7 @@ def test_requests_that_cannot_be_met_say_why(server):
         ("/v1/completions", ask | {"prompt": "x" * 70_000}, 400, "context_length_exceeded"),
         ("/v1/completions", ask | {"n": 17}, 400, "too_many_choices"),
         ("/v1/completions", ask | {"stop": [""]}, 400, "bad_stop"),
-        ("/v1/completions", b"{", 422, "invalid_type"),
+        ("/v1/completions", b"{", 422, "invalid_json"),
         ("/v1/completions", b'{"prompt": "\xff"}', 400, "invalid_json"),
         ("/v1/completions", ask | {"prompt": "half \ud800"}, 422, "invalid_type"),
         ("/v1/completions", ask | {"\udfff": 1}, 422, "invalid_type"),
@@ -199,6 +199,24 @@ def test_requests_that_cannot_be_met_say_why(server):
     assert "Content-Type: application/json" in wrong[1]["error"]["message"]
     for headers in ({"Host": "rebound.example"}, {"Origin": "https://elsewhere.example"}, {"Origin": "null"}):
         assert refused(call(address, "/v1/models", **headers), 403, "not_local")
+
+
+def test_a_body_that_is_no_json_and_a_field_that_is_misspelt_are_named(server):
+    _, address = server
+    says = [
+        (b'{"model": "small",\n "prompt": }', None, "not JSON: Expecting value in line 2, column 12, found '}'"),
+        (b'{"model": "small"', None, "in line 1, column 18, found the end"),
+        ({"prompt": "x", "sesion": "a"}, "sesion", "unknown field 'sesion'; did you mean 'session'? Known: model, "),
+        (
+            {"model": "small", "prompt": "x", "session": {"nme": "a"}},
+            "session",
+            "unknown field 'nme'; did you mean 'name'? Known: name,",
+        ),
+    ]
+    for given, param, text in says:
+        status, answer = call(address, "/v1/completions", given)
+        assert (status, answer["error"]["param"]) == (422, param)
+        assert text in answer["error"]["message"]
 
 
 def test_forks_expect_a_place_and_leave_nothing(server):

@@ -64,6 +64,22 @@ def response(refusal: Refusal) -> JSONResponse:
     return JSONResponse(body(refusal), refusal.status, headers)
 
 
+def _no_json(body: str, fault: dict[str, Any]) -> str:
+    """Where a body stops being JSON, and what stands there."""
+    at = fault["loc"][1]
+    line, column = body.count("\n", 0, at) + 1, at - body.rfind("\n", 0, at)
+    found = repr(body[at : at + 20]) if at < len(body) else "the end"
+    return f"the body is not JSON: {fault['ctx']['error']} in line {line}, column {column}, found {found}"
+
+
+def _unknown_field(fault: dict[str, Any]) -> Refusal:
+    """What `check_fields` found, with its place."""
+    place = ".".join(str(part) for part in fault["loc"][1:])
+    name = fault["ctx"]["name"]
+    says = f"{place}: {fault['msg']}" if place else fault["msg"]
+    return Refusal(422, says, "unknown_field", f"{place}.{name}" if place else name)
+
+
 def install(app: FastAPI) -> None:
     """Answer every error in this form."""
 
@@ -73,6 +89,10 @@ def install(app: FastAPI) -> None:
     async def invalid(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, RequestValidationError)
         first, *others = error.errors()
+        if first["type"] == "json_invalid":
+            return response(Refusal(422, _no_json(str(error.body), first), "invalid_json"))
+        if first["type"] == "extra_forbidden":
+            return response(_unknown_field(first))
         where = first["loc"][1:]
         same = [other for other in others if other["loc"][1:2] == where[:1]]  # what else the field might have been
         place = ".".join(str(part) for part in (where[:1] if same else where))
@@ -80,8 +100,7 @@ def install(app: FastAPI) -> None:
         kind = request.headers.get("content-type", "")
         if not where and "json" not in kind:
             says = f"send JSON with the header Content-Type: application/json, not {kind!r}"
-        code = "unknown_field" if first["type"] == "extra_forbidden" else "invalid_type"
-        return response(Refusal(422, f"{place or 'the body'}: {says}", code, place or None))
+        return response(Refusal(422, f"{place or 'the body'}: {says}", "invalid_type", place or None))
 
     async def plain(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)

@@ -5,6 +5,9 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from titanmem.config import nearest
 
 Policy = Literal["learning", "frozen", "fork"]
 Count = Annotated[int, Field(ge=0)]
@@ -19,7 +22,17 @@ class Request(BaseModel):
     def _of_characters(cls, given: Any) -> Any:
         """JSON can spell half of a surrogate pair, which is no text and can be sent nowhere."""
         check_characters(given)
+        check_fields(given, cls)
         return given
+
+
+def check_fields(given: Any, kind: type[BaseModel]) -> None:
+    """Refuse a field that a request of this kind does not have, and say which it has."""
+    known = list(kind.model_fields)
+    unknown = [name[:60] for name in given if name not in known] if isinstance(given, dict) else []
+    if unknown:
+        says = f"unknown field {unknown[0]!r}{nearest(unknown[0], known)} Known: {', '.join(known)}"
+        raise PydanticCustomError("extra_forbidden", "{says}", {"says": says, "name": unknown[0]})
 
 
 def check_characters(value: Any) -> None:
