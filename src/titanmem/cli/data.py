@@ -56,7 +56,7 @@ def prepare_folder(arguments: argparse.Namespace) -> int:
     splits = open_splits(arguments.out)
     print_sizes(splits)
     if len(splits) < 2 and arguments.held_out:
-        print("no document was held out: there are too few; one file is one document, lines of .jsonl are many")
+        print(splits[0].index.why_none_held(arguments.out))
     return 0
 
 

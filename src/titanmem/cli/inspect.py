@@ -47,10 +47,13 @@ def run(arguments: argparse.Namespace) -> int:
     trace = Trace.join(parts)
     read = f"{len(trace):,} tokens" if len(trace) == len(ids) else f"the first {len(trace):,} of {len(ids):,} tokens"
     how = "with a frozen memory" if arguments.frozen else "learning"
+    before = out.exists()
     out.write_text(report(trace, name, f"{engine.name} read {read}, {how}"), encoding="utf-8")
     if not trace.layers:
         print(f"{engine.name} has no memory that learns: the page shows −log p alone", file=sys.stderr)
     print(f"{read} of {name} in {out} ({out.stat().st_size / 1024:,.0f} KiB); open it in a browser")
+    if before:
+        print(f"{out} was there before and is replaced; -o NAME.html keeps both", file=sys.stderr)
     return 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
 
@@ -14,6 +15,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from titanmem.train.plots import plot_runs
 
+    before = arguments.out.exists()
     plot_runs(arguments.runs, arguments.out)
     print(f"written to {arguments.out}")
+    if before:
+        print(f"{arguments.out} was there before and is replaced; --out NAME keeps both", file=sys.stderr)
     return 0

@@ -50,11 +50,8 @@ class MemorySuite(Config, Suite):
         words = subject.words()
         texts = {name: encode_document(words, name, text) for name, text in documents(self.text).items()}
         short = [name for name, tokens in texts.items() if len(tokens) <= self.length]
-        require(
-            not short,
-            f"{len(short)} of {len(texts)} documents have no {self.length} tokens ({', '.join(short[:3])}); give "
-            "longer ones, or a smaller memory.length",
-        )
+        if short:
+            raise ValueError(self._too_short(short, sorted(len(tokens) for tokens in texts.values())))
 
         def measure(cell: Cell) -> Result:
             tokens = torch.tensor([texts[cell["document"]][: self.length + 1]], device=subject.device)
@@ -62,6 +59,15 @@ class MemorySuite(Config, Suite):
             return memory_work(subject.model, rows, min(subject.piece, self.length // 2), self.window)
 
         return measure
+
+    def _too_short(self, short: list[str], sizes: list[int]) -> str:
+        """What is said where some documents are too short; `sizes` are the tokens of all, ascending."""
+        most, least = sizes[0] - 1, 4 * self.window
+        lower = f", or memory.length={most} or less" if most >= least else f" (at least {least + 1} tokens)"
+        return (
+            f"{len(short)} of {len(sizes)} documents have no more than memory.length={self.length} tokens "
+            f"({', '.join(short[:3])}): the longest has {sizes[-1]}, the shortest {sizes[0]}; give longer ones{lower}"
+        )
 
     def figure(self, results: list[Result]) -> Any:
         figure, (left, right) = new_figure(2)
