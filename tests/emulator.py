@@ -23,6 +23,7 @@ from torch import Tensor
 from triton.experimental.gluon._runtime import GluonJITFunction
 
 SIZE = 64
+WAITS = ("fence_async_shared", "mbarrier.wait", "tma.store_wait")
 
 
 Place = tuple[int, int, int]  # of a tile outside: its tensor, line and column
@@ -272,12 +273,14 @@ class Plain(ast.NodeTransformer):
     """x += y becomes x = x + y, so that nothing that shares x's memory changes; no decorators, no annotations, and no
     calls of what is to be left out."""
 
-    def __init__(self, without: str) -> None:
-        self.without = without
+    def __init__(self, name: str, without: str) -> None:
+        self.name, self.without, self.waits = name, without, 0
 
     def visit_Expr(self, node: ast.Expr) -> ast.AST:
         call = isinstance(node.value, ast.Call) and ast.unparse(node.value.func)
-        return ast.Pass() if call == self.without else node
+        self.waits += call in WAITS
+        left_out = call == self.without or (call in WAITS and self.without == f"{self.name}#{self.waits}")
+        return ast.Pass() if left_out else node
 
     def visit_AugAssign(self, node: ast.AugAssign) -> ast.AST:
         assert isinstance(node.target, ast.Name)
@@ -296,9 +299,25 @@ class Plain(ast.NodeTransformer):
         return node
 
 
+def name_of(function: Callable[..., Any]) -> str:
+    return f"{function.__module__.rpartition('.')[2]}.{function.__name__}"
+
+
+def waits_in(*modules: ModuleType) -> list[str]:
+    """Every place where the kernels of some modules wait or fence, as `emulated` can leave it out."""
+    found = []
+    for module in modules:
+        for x in vars(module).values():
+            if isinstance(x, GluonJITFunction) and x.fn.__module__ == module.__name__:
+                plain = Plain(name_of(x.fn), "")
+                plain.visit(ast.parse(textwrap.dedent(inspect.getsource(x.fn))))
+                found += [f"{plain.name}#{number}" for number in range(1, plain.waits + 1)]
+    return found
+
+
 @cache
 def code_of(function: Callable[..., Any], without: str) -> Any:
-    tree = Plain(without).visit(ast.parse(textwrap.dedent(inspect.getsource(function))))
+    tree = Plain(name_of(function), without).visit(ast.parse(textwrap.dedent(inspect.getsource(function))))
     ast.increment_lineno(tree, inspect.getsourcelines(function)[1] - 1)
     return compile(ast.fix_missing_locations(tree), inspect.getsourcefile(function) or "", "exec")
 
@@ -341,7 +360,8 @@ class Emulated:
 
 @contextmanager
 def emulated(*modules: ModuleType, without: str = "") -> Iterator[None]:
-    """Within a block the kernels of these modules run here, `without` leaves out all calls of one name."""
+    """Within a block the kernels of these modules run here; `without` leaves out all calls of one name, or one place of
+    `waits_in`."""
     kernels = {
         (module, name): Emulated(x, without)
         for module in modules

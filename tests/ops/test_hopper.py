@@ -16,7 +16,7 @@ import torch
 
 import titanmem
 from ops.test_kernels import DEVICE, as_type, check
-from support import make_problem, without_interpreter
+from support import Problem, make_problem, without_interpreter
 from titanmem.bench.ops import MemoryCase, MemoryProblem
 from titanmem.ops import backend
 from titanmem.ops.memory import Gates, memory, support
@@ -233,6 +233,59 @@ def test_compiled_as_launched(kernels, base):
 def test_the_emulator_refuses_kernels_that_do_not_wait(call, hidden):
     with on_this_machine(without=call) as race, pytest.raises(race):
         check(torch.bfloat16, 64, batch=1, heads=1, tokens=128, width=64, hidden=hidden)
+
+
+NOT_SEEN = {
+    "hopper_pull.pull_chunks#18",  # against the compiler's placement of tiles, which another test reads
+    "hopper_tiles.barriers#1",  # makes new barriers known to the copy engine; here they are known at once
+    "hopper_wide.write_chunks#11",  # nothing is on its way any more
+}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(backend.hopper(), reason="the emulator is for other machines")
+def test_the_emulator_notices_every_wait_and_fence_that_is_missing():
+    unseen = set(waits())
+    for hidden, base in product((64, 128, 256), (False, True)):
+        problem = as_type(
+            make_problem(batch=1, heads=1, tokens=192, width=64, hidden=hidden, base=base), torch.bfloat16
+        )
+        right = forward_and_back(problem)
+        for place in sorted(unseen):
+            try:
+                found = forward_and_back(problem, place)
+                noticed = not all(torch.equal(a, b) for a, b in zip(found, right, strict=True))
+            except Exception:  # refused, or what came of it
+                noticed = True
+            unseen -= {place} if noticed else set()
+    assert unseen == NOT_SEEN
+
+
+def waits() -> list[str]:
+    """Where the kernels wait and fence."""
+    from emulator import waits_in
+    from titanmem.ops.memory.kernels import (
+        hopper,
+        hopper_backward,
+        hopper_pull,
+        hopper_tape,
+        hopper_tiles,
+        hopper_wide,
+        hopper_wide_backward,
+    )
+
+    return waits_in(hopper, hopper_backward, hopper_pull, hopper_tape, hopper_tiles, hopper_wide, hopper_wide_backward)
+
+
+def forward_and_back(problem: Problem, without: str = "") -> list[torch.Tensor]:
+    """Everything that the kernels compute, with one of `waits` left out."""
+    generator = torch.Generator().manual_seed(1)
+    p = problem
+    with on_this_machine(without=without), titanmem.backend(memory="triton"):
+        y, fast = memory(p.q, p.k, p.v, p.gates, p.fast, gain=p.gain, base=p.base)
+        out = [y, *fast.weight, *fast.surprise]
+        upstream = [torch.randn(x.shape, generator=generator).to(x.dtype) for x in out]
+        return [*out, *torch.autograd.grad(out, p.leaves, upstream)]
 
 
 @pytest.mark.skipif(not backend.hopper(), reason="what is left of a chunk needs a GPU in bf16")
