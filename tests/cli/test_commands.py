@@ -12,7 +12,7 @@ import torch
 
 from support import small_model
 from titanmem.bench import selfcheck
-from titanmem.cli import busy, main
+from titanmem.cli import VERBS, busy, main
 from titanmem.ops.backend import machine
 
 
@@ -112,7 +112,7 @@ def options(parser: argparse.ArgumentParser, verb: str) -> Iterator[tuple[str, s
 
 
 def test_every_option_says_what_it_does():
-    for verb in ("generate", "inspect", "plot", "data", "dna"):
+    for verb in VERBS:
         parser = argparse.ArgumentParser()
         import_module(f"titanmem.cli.{verb}").add_arguments(parser)
         assert not [(where, option) for where, option, text in options(parser, verb) if not text]

@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name, summary in about.items():
         verb = verbs.add_parser(name, help=summary, description=summary)
         verb.add_argument("--device", default=None, help="cpu or cuda (default: cuda if there is one)")
-        verb.add_argument("--repeats", type=int, default=10)
+        verb.add_argument("--repeats", type=int, default=10, help="how often each is timed (default: 10)")
         verb.add_argument("--tokens", type=int, default=None, help="most tokens of a row, a context or the stream")
         verb.add_argument("--kernels", action="store_true", help="whole models with the kernels")
         verb.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder for JSON and pictures")

@@ -11,7 +11,7 @@ from collections import deque
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from titanmem.cli.model import add_model, add_store, session_folder
+from titanmem.cli.model import add_model, add_sampling, add_store, session_folder
 
 if TYPE_CHECKING:
     from titanmem.infer import Engine, Session, Store, TokenSurprise
@@ -38,11 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--raw", action="store_true", help="no chat template: what you type is what it reads")
     parser.add_argument("--system", help="what comes before the first message")
     parser.add_argument("--tokens", type=int, default=256, help="most of one answer (default: 256)")
-    parser.add_argument("--temperature", type=float, default=0.8, help="0 is greedy (default: 0.8)")
-    parser.add_argument("--top-k", type=int, default=None)
-    parser.add_argument("--top-p", type=float, default=0.95)
-    parser.add_argument("--repetition-penalty", type=float, default=1.0)
-    parser.add_argument("--seed", type=int, default=None)
+    add_sampling(parser)
     parser.add_argument("--device", default=None, help="cpu, cuda, … (default: cuda if there is one)")
     parser.add_argument("--no-graphs", action="store_true", help="no CUDA graphs for single tokens")
 

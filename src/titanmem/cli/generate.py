@@ -8,26 +8,15 @@ from __future__ import annotations
 import argparse
 import sys
 
-from titanmem.cli.model import add_model
+from titanmem.cli.model import add_model, add_sampling
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
     parser.add_argument("prompt", help="text to continue; - reads standard input")
     parser.add_argument("--tokens", type=int, default=200, help="how many to generate (default: 200)")
-    parser.add_argument("--temperature", type=float, default=0.8, help="0 is greedy (default: 0.8)")
-    parser.add_argument("--top-k", type=int, default=None, help="draw from so many of the likeliest (default: all)")
-    parser.add_argument(
-        "--top-p",
-        type=float,
-        default=0.95,
-        help="draw from the likeliest that reach this probability (default: 0.95)",
-    )
-    parser.add_argument(
-        "--repetition-penalty", type=float, default=1.0, help="above 1, what was there is less likely (default: 1)"
-    )
+    add_sampling(parser)
     parser.add_argument("--stop", action="append", default=[], help="stop at this text; may be given several times")
-    parser.add_argument("--seed", type=int, default=None, help="the same seed draws the same text (default: any)")
     parser.add_argument("--state", help="a ModelState file to go on from")
     parser.add_argument("--save-state", help="write the state after the last token here")
     parser.add_argument("--device", default=None, help="cpu, cuda, … (default: cuda if there is one)")

@@ -16,7 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--host", default="127.0.0.1", help="address to listen on; others than this machine's need a key"
     )
-    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--port", type=int, default=8000, help="(default: 8000)")
     add_store(parser)
     parser.add_argument("--name", help="the model's name in requests (default: the folder's)")
     parser.add_argument("--device", default=None, help="cpu, cuda, … (default: cuda if there is one)")
