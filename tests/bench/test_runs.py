@@ -15,6 +15,7 @@ from titanmem.bench import speed
 from titanmem.bench.record import RunRecord, thinned
 from titanmem.bench.script import run_script
 from titanmem.bench.tasks import TaskTable, join_depths
+from titanmem.cli import main
 from titanmem.forecast.experiment import HORIZONS, PUBLISHED, cells, table_3
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -225,6 +226,13 @@ def test_a_speed_that_was_measured_stays_when_the_next_shape_fails(tmp_path, mon
         job.run(1)
     assert [entry["level"] for entry in RunRecord.read(job.file).levels] == [{"rows": 2, "length": 8}]
     assert (job.missing(), job.step()) == ([(1, 16)], 1)
+
+
+def test_what_the_aims_measure_are_commands_that_exist(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("titanmem.cli.bench.run", lambda arguments: 0)
+    for step in aims.STEPS:
+        dry = ["--dry-run"] if step.startswith("reproduce") else []
+        assert main([*step.split(), "--out", str(tmp_path), *dry]) == 0, capsys.readouterr().err
 
 
 def test_aims_stand_beside_what_was_measured_and_nothing_else(tmp_path):
