@@ -14,8 +14,8 @@ SEGMENT = 6
 residual = pytest.mark.parametrize("inner_residual", [True, False])
 
 
-def block_and_input(case: str, inner_residual: bool) -> tuple[Block, Tensor]:
-    model = small_model(case, inner_residual=inner_residual, segment_len=SEGMENT, layers=1)
+def block_and_input(case: str, inner_residual: bool, **changes: object) -> tuple[Block, Tensor]:
+    model = small_model(case, inner_residual=inner_residual, segment_len=SEGMENT, layers=1, **changes)
     block = model.blocks[0]
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(2, 2 * SEGMENT, model.config.dim, generator=generator, dtype=torch.float64)
@@ -38,8 +38,9 @@ def test_mal_is_memory_then_window(inner_residual):
 
 
 @residual
-def test_mac_attends_to_what_the_memory_says_and_then_writes(inner_residual):
-    block, x = block_and_input("mac", inner_residual)
+@pytest.mark.parametrize("gate", ["open", "sum"])
+def test_mac_attends_to_what_the_memory_says_and_then_writes(inner_residual, gate):
+    block, x = block_and_input("mac", inner_residual, gate=gate)
     y, _, _ = block.mix(x, block.start(2), Context())
     state = block.start(2)
     memory, tail, outputs = state.memory, state.read, []
@@ -63,9 +64,9 @@ def test_mac_attends_to_what_the_memory_says_and_then_writes(inner_residual):
     assert_close([y], [torch.cat(outputs, 1)])
 
 
-@pytest.mark.parametrize("open_gate", [True, False])
-def test_mag_is_both_sides_and_their_product_or_the_product_alone(open_gate):
-    model = small_model("mag", open_gate=open_gate, layers=1)
+@pytest.mark.parametrize("gate", ["open", "normed", "sum", "product"])
+def test_mag_is_both_sides_and_their_product_or_the_product_alone(gate):
+    model = small_model("mag", gate=gate, layers=1)
     block = model.blocks[0]
     generator = torch.Generator().manual_seed(1)
     x = block.norm(torch.randn(2, 9, model.config.dim, generator=generator, dtype=torch.float64))
@@ -74,7 +75,19 @@ def test_mag_is_both_sides_and_their_product_or_the_product_alone(open_gate):
     long, _ = block.memory.layer.run(x, block.memory.start(2, block.prefix()))
     a, b = block.combine.norm_a(short), block.combine.norm_b(long)
     product = a * b * b.sigmoid()
-    assert_close([y], [block.combine.out(a + b + block.combine.product * product if open_gate else product)])
+    expected = {
+        "open": lambda: block.combine.out(a + b + block.combine.product * product),
+        "normed": lambda: a + b + block.combine.product * product,
+        "sum": lambda: short + long + block.combine.product * product,
+        "product": lambda: block.combine.out(product),
+    }
+    assert_close([y], [expected[gate]()])
+    assert (block.memory.layer.gate is None) == (gate != "sum")  # of two gates in a row one is enough
+
+
+def test_an_unknown_gate_is_an_error_that_names_those_there_are():
+    with pytest.raises(ValueError, match="gate is one of open, normed, sum, product, got 'sigmoid'"):
+        small_model("mag", gate="sigmoid")
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # asked by dynamo of every input

@@ -6,7 +6,7 @@ computed once from the parameters (persistent tokens included) and shared by all
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import lcm
 from typing import Any, ClassVar, TypeVar
 
@@ -23,6 +23,7 @@ from titanmem.ops.layout import Layout
 from titanmem.state import MemoryState, State, WindowState
 
 AnyState = TypeVar("AnyState", bound=State)
+GATES = ("open", "normed", "sum", "product")
 
 
 @dataclass(frozen=True)
@@ -41,11 +42,12 @@ class BlockConfig(Config):
     num_persistent: int = 128
     persistent_memory: bool = True  # the memory reads the persistent tokens before the first token
     inner_residual: bool = True  # MAC and MAL: the second of memory and attention reads x + what the first says
-    open_gate: bool = True  # MAC and MAG: ⊗ lets both sides through besides their product
+    gate: str = "open"  # MAC and MAG: what ⊗ is, see Combine
     rope_base: float = 10_000.0
 
     def __post_init__(self) -> None:
         require(self.segment_len >= 1, f"segment_len must be at least 1, got {self.segment_len}")
+        require(self.gate in GATES, f"gate is one of {', '.join(GATES)}, got {self.gate!r}")
         require(self.num_persistent >= 0, f"num_persistent must not be negative, got {self.num_persistent}")
 
 
@@ -66,23 +68,36 @@ class Context:
 
 
 class Combine(nn.Module):
-    """The gate of MAC and MAG: a ⊗ b = (â + b̂ + s ∘ â ∘ silu(b̂)) W_O, with â, b̂ = RMSNorm(a), RMSNorm(b), and s = 0 at
-    first.
+    """The gate of MAC and MAG, a ⊗ b. With â, b̂ = RMSNorm(a), RMSNorm(b), and a vector s that is 0 at first:
 
-    Without `open_gate` it is â ∘ silu(b̂) W_O, the paper's product. Through a product alone neither side says anything
-    before the other has learnt to hold still: MAC then learns recall late or never (docs/log.md).
+        product     (â ∘ silu(b̂)) W_O                    the paper's
+        open        (â + b̂ + s ∘ â ∘ silu(b̂)) W_O
+        normed      â + b̂ + s ∘ â ∘ silu(b̂)
+        sum         a + b + s ∘ â ∘ silu(b̂)              b is gated by the tokens that it read, as in LMM and MAL
+
+    Through a product alone neither side says anything before the other has learnt to hold still: MAC then learns recall
+    late or never. Both sides end with a projection, so W_O costs more than it brings: on text MAC is best normed and
+    MAG as a sum, with which MAC would not recall across segments (docs/log.md).
     """
 
-    def __init__(self, dim: int, open_gate: bool) -> None:
+    def __init__(self, dim: int, gate: str) -> None:
         super().__init__()
+        self.normed = gate != "sum"
         self.norm_a, self.norm_b = RMSNorm(dim), RMSNorm(dim)
-        self.product = nn.Parameter(torch.zeros(dim)) if open_gate else None
-        self.out = nn.Linear(dim, dim, bias=False)
+        self.product = None if gate == "product" else nn.Parameter(torch.zeros(dim))
+        self.out = nn.Linear(dim, dim, bias=False) if gate in ("open", "product") else None
 
     def forward(self, a: Tensor, b: Tensor) -> Tensor:
-        a, b = self.norm_a(a), self.norm_b(b)
-        gated = a * silu(b)
-        return self.out(gated if self.product is None else a + b + self.product.to(a.dtype) * gated)
+        unit_a, unit_b = self.norm_a(a), self.norm_b(b)
+        y = unit_a * silu(unit_b)
+        if self.product is not None:
+            y = (unit_a + unit_b if self.normed else a + b) + self.product.to(a.dtype) * y
+        return y if self.out is None else self.out(y)
+
+
+def gated_memory(config: BlockConfig) -> MemoryConfig:
+    """The memory of MAC and MAG, which has its own output gate only where ⊗ is a sum."""
+    return replace(config.memory, output_gate=config.memory.output_gate and config.gate == "sum")
 
 
 class Block(nn.Module):

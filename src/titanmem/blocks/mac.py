@@ -17,13 +17,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from math import lcm
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, pad
 
-from titanmem.blocks.base import Block, BlockConfig, Combine, Context, MemoryPart
+from titanmem.blocks.base import Block, BlockConfig, Combine, Context, MemoryPart, gated_memory
 from titanmem.config import require
 from titanmem.graphs import unseen
 from titanmem.layers.contain import contain
@@ -96,6 +96,27 @@ class Tokens:
         return [Tokens(*part) for part in zip(*parts, strict=True)]
 
 
+@dataclass(frozen=True)
+class Said:
+    """What the memory's heads say of tokens, [B, T, …] each, before they are gated and projected."""
+
+    heads: Tensor
+    finite: Tensor  # [B, T, 1]
+    of: Tensor | None  # what the memory read, if its gate asks
+
+
+Fields = TypeVar("Fields", Said, Probe)
+
+
+def join_fields(pieces: list[Piece], parts: list[Fields], count: int) -> Fields:
+    """What is known of the tokens of every piece, as of one call."""
+    joined: list[Any] = [
+        None if xs[0] is None else join_pieces(pieces, list(xs), count)
+        for xs in zip(*(vars(part).values() for part in parts), strict=True)
+    ]
+    return type(parts[0])(*joined)
+
+
 class MACBlock(Block):
     """o = y ⊗ M(x + y) with y = Attn([P | M*(x) | x]), segment by segment."""
 
@@ -107,10 +128,10 @@ class MACBlock(Block):
             f"MAC's memory tokens must be {config.dim} wide, got {c.num_heads} heads × {c.width} = {c.inner}",
         )
         self.window = WindowAttention(config.dim, config.num_heads, None, config.rope_base)
-        self.memory = MemoryPart(replace(c, output_gate=False))
+        self.memory = MemoryPart(gated_memory(config))
         self.read_norm = RMSNorm(config.dim)
         self.write_norm = RMSNorm(config.dim)
-        self.combine = Combine(config.dim, config.open_gate)
+        self.combine = Combine(config.dim, config.gate)
         self.read: nn.Linear | None = None
         self.read_conv: nn.Parameter | None = None
         self.queries: nn.Parameter | None = None
@@ -148,22 +169,20 @@ class MACBlock(Block):
         pieces = self._pieces(x, state, context.layout)
         tokens, tail = self._project(x, state, context.layout, fresh)
         prefix = self.window.prefix(self.prefix())
-        short, heads, known, probes = [], [], [], []
+        short, long, probes = [], [], []
         for piece, part in zip(pieces, tokens.cut(pieces), strict=True):
             if piece.reset is not None and fresh is not None:
                 state = fresh.where(piece.reset, state)
             inner = replace(context, layout=Layout(piece.lengths))
-            y, said, finite, state, probe = self._segment(part, state, prefix, inner)
+            y, said, state, probe = self._segment(part, state, prefix, inner)
             short.append(y)
-            heads.append(said)
-            known.append(finite)
+            long.append(said)
             probes.append(probe)
         seen = None
         if context.probe:
-            parts = zip(*(vars(p).values() for p in probes if p is not None), strict=True)
-            seen = Probe(*(join_pieces(pieces, list(xs), count) for xs in parts))
-        y, said, finite = (join_pieces(pieces, part, count) for part in (short, heads, known))
-        return self._finish(y, said, finite, context.layout), replace(state, read=tail), seen
+            seen = join_fields(pieces, [probe for probe in probes if probe is not None], count)
+        y = self._finish(join_pieces(pieces, short, count), join_fields(pieces, long, count), context.layout)
+        return y, replace(state, read=tail), seen
 
     def _pieces(self, x: Tensor, state: MACState, layout: Layout) -> list[Piece]:
         """Cut a call at segment borders."""
@@ -205,9 +224,9 @@ class MACBlock(Block):
 
     def _segment(
         self, tokens: Tokens, state: MACState, prefix: Prefix | None, context: Context
-    ) -> tuple[Tensor, Tensor, Tensor, MACState, Probe | None]:
-        """Tokens that lie in one segment of every row: what attention says of them, what the memory's heads say then,
-        and where that is finite."""
+    ) -> tuple[Tensor, Said, MACState, Probe | None]:
+        """Tokens that lie in one segment of every row: what attention says of them, and what the memory's heads say
+        then."""
         segment, position = state.segment, tokens.position
         weight = state.memory.weight if segment is None else segment.weight
         batch, count = tokens.x.shape[:2]
@@ -222,17 +241,18 @@ class MACBlock(Block):
         held = new if whole else self._append(segment, new, position, context.layout)
         y = self._attend(tokens, held, prefix, whole)
         y = torch.where(tokens.finite, self.window.out(y.flatten(2)), float("nan"))
-        said = tokens.x + y if self.config.inner_residual else y
-        written, layer, probe = self.write_norm(said), self.memory.layer, None
+        written = self.write_norm(tokens.x + y if self.config.inner_residual else y)
+        layer, probe = self.memory.layer, None
         if context.probe:
             probe = layer.probe(written, state.memory, layout=context.layout, learn=context.learn)
         x, finite = contain(written)
         heads, memory = layer.scan(x, finite, state.memory, layout=context.layout, learn=context.learn)
-        return y, heads, finite, self._close(MACState(memory, state.read, None if whole else held)), probe
+        said = Said(heads, finite, None if layer.gate is None else x)
+        return y, said, self._close(MACState(memory, state.read, None if whole else held)), probe
 
-    def _finish(self, y: Tensor, heads: Tensor, finite: Tensor, layout: Layout) -> Tensor:
+    def _finish(self, y: Tensor, said: Said, layout: Layout) -> Tensor:
         """y ⊗ M for all segments at once."""
-        return self.combine(y, self.memory.layer.leave(heads, finite, layout))
+        return self.combine(y, self.memory.layer.leave(said.heads, said.finite, layout, said.of))
 
     def _has_memory_tokens(self, segment: SegmentState) -> bool:
         """Whether the fixed memory tokens of every row's segment were read by an earlier call."""

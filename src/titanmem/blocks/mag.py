@@ -6,13 +6,20 @@ x ──┬── SWA(x; P) ──┐
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from titanmem.blocks.base import BlockConfig, Combine, Context, HybridState, MemoryPart, WindowedBlock
+from titanmem.blocks.base import (
+    BlockConfig,
+    Combine,
+    Context,
+    HybridState,
+    MemoryPart,
+    WindowedBlock,
+    gated_memory,
+)
 from titanmem.graphs import beside
 from titanmem.layers.neural_memory import Probe
 from titanmem.layers.window_attention import WindowAttention
@@ -20,15 +27,15 @@ from titanmem.state import MemoryState, State, WindowState
 
 
 class MAGBlock(WindowedBlock):
-    """o = SWA(x; P) ⊗ M(x). The ⊗ is the memory's output gate, so the memory has none of its own."""
+    """o = SWA(x; P) ⊗ M(x)."""
 
     idle = 8  # the window fills what the chains leave already
 
     def __init__(self, config: BlockConfig) -> None:
         super().__init__(config)
         self.window = WindowAttention(config.dim, config.num_heads, config.window_len, config.rope_base)
-        self.memory = MemoryPart(replace(config.memory, output_gate=False))
-        self.combine = Combine(config.dim, config.open_gate)
+        self.memory = MemoryPart(gated_memory(config))
+        self.combine = Combine(config.dim, config.gate)
 
     def compile(self, *arguments: Any, **options: Any) -> None:
         """Window and memory each by itself: a CUDA graph runs one beside the other."""

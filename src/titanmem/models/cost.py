@@ -28,7 +28,9 @@ def block_parameters(config: TitansConfig, name: str) -> int:
     d, memory = config.dim, config.memory_config()
     assert config.mlp_width is not None
     total = 2 * d + 3 * d * config.mlp_width
-    attention, combine, persistent = 4 * d * d, (2 + config.open_gate) * d + d * d, config.num_persistent * d
+    attention, persistent = 4 * d * d, config.num_persistent * d
+    gated = memory.output_gate and config.gate == "sum"
+    combine = (3 if config.gate != "product" else 2) * d + (d * d if config.gate in ("open", "product") else 0)
     if name in FLA_LAYERS:
         return total + layer_parameters(name, d, config.num_heads)
     if name in PLAIN:
@@ -37,10 +39,10 @@ def block_parameters(config: TitansConfig, name: str) -> int:
     if name == "lmm":
         return total + memory_parameters(memory, memory.output_gate) + (persistent if config.persistent_memory else 0)
     if name == "mag":
-        return total + attention + combine + persistent + memory_parameters(memory, False)
+        return total + attention + combine + persistent + memory_parameters(memory, gated)
     if name == "mal":
         return total + attention + d + persistent + memory_parameters(memory, memory.output_gate)
-    total += attention + combine + 2 * d + persistent + memory_parameters(memory, False)
+    total += attention + combine + 2 * d + persistent + memory_parameters(memory, gated)
     if config.memory_tokens is not None:
         return total + config.memory_tokens * memory.inner
     return total + d * d + (memory.conv_width * d if memory.conv_width > 1 else 0)

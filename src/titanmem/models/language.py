@@ -53,7 +53,7 @@ class TitansConfig(ModelConfig):
     num_persistent: int = 128
     persistent_memory: bool = True
     inner_residual: bool = True  # MAC and MAL
-    open_gate: bool = True  # MAC and MAG
+    gate: str = "open"  # MAC and MAG: open, normed, sum or product
     rope_base: float = 10_000.0
     tie_embeddings: bool = True
     summary_id: int | None = None  # a token whose representation alone answers what follows: MAD's compression
@@ -92,7 +92,7 @@ class TitansConfig(ModelConfig):
             object.__setattr__(self, "memory", plain)
         assert isinstance(self.memory, dict)
         check_keys(self.memory, sorted(known), "TitansConfig.memory")
-        self.memory_config()
+        self.block_config()
 
     @property
     def blocks(self) -> list[str]:
@@ -126,7 +126,7 @@ class TitansConfig(ModelConfig):
             num_persistent=self.num_persistent,
             persistent_memory=self.persistent_memory,
             inner_residual=self.inner_residual,
-            open_gate=self.open_gate,
+            gate=self.gate,
             rope_base=self.rope_base,
         )
 

@@ -54,7 +54,7 @@ class SeriesConfig(ModelConfig):
     window_len: int | None = None  # patches that MAG and MAL see; default: those of a look-back window
     segment_len: int | None = None  # patches of MAC's segments; default: half a look-back window
     num_persistent: int = 0
-    open_gate: bool = True  # MAC and MAG
+    gate: str = "open"  # MAC and MAG: open, normed, sum or product
     skip: bool = True  # a linear map of the window is added to the forecast
     kind: str = "series"
 
@@ -85,7 +85,7 @@ class SeriesConfig(ModelConfig):
             self.dim % self.num_heads == 0 and (self.dim // self.num_heads) % 2 == 0,
             f"dim={self.dim} must divide into num_heads={self.num_heads} attention heads of even width",
         )
-        self.memory_config()
+        self.block_config()
 
     @property
     def patches(self) -> int:
@@ -117,7 +117,7 @@ class SeriesConfig(ModelConfig):
             window_len=self.window_len,
             segment_len=self.segment_len,
             num_persistent=self.num_persistent,
-            open_gate=self.open_gate,
+            gate=self.gate,
         )
 
     def change(self, **changes: Any) -> Self:
