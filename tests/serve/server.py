@@ -18,13 +18,19 @@ from titanmem.serve.app import make_app
 from titanmem.serve.service import Limits, Service
 
 
+class Endless(ByteTokenizer):
+    """No token ends an answer: it is as long as was asked for, whatever the model says."""
+
+    end = -1
+
+
 @contextmanager
 def serving(
     folder: Path, case: str = "mag", limits: Limits | None = None, batching: str = "exact", quota: Quota | None = None,
-    local: bool = True,
+    local: bool = True, endless: bool = False,
 ) -> Iterator[tuple[Service, str]]:  # fmt: skip
     """A service and its address."""
-    tokenizer = ByteTokenizer()
+    tokenizer = Endless() if endless else ByteTokenizer()
     with Engine(byte_model(case), tokenizer, name="small", piece=12, batching=batching) as engine:
         store = Store(folder, engine, quota=quota)
         service = Service(engine, store, ChatTemplate(tokenizer), limits, local=local)
