@@ -11,15 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from titanmem.blocks.base import (
-    BlockConfig,
-    Combine,
-    Context,
-    HybridState,
-    MemoryPart,
-    WindowedBlock,
-    gated_memory,
-)
+from titanmem.blocks.base import BlockConfig, Combine, Context, HybridState, MemoryPart, WindowedBlock, gated_memory
 from titanmem.graphs import beside
 from titanmem.layers.neural_memory import Probe
 from titanmem.layers.window_attention import WindowAttention
