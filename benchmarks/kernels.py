@@ -46,6 +46,7 @@ SHAPES: list[tuple[Any, ...]] = [
     (2, 300, 2, 128, 256, 128, 2, True), (1, 64, 2, 64, 256, 64), (3, 320, 3, 64, 64, 64), (3, 320, 3, 64, 256, 64),
 ]  # fmt: skip
 SMALL: list[tuple[Any, ...]] = [(1, 40, 2, 16, 32, 16), (1, 33, 1, 16, 16, 16, 1), (1, 40, 2, 16, 32, 16, 2, True)]
+TOKENS = 2048  # at least, of all heads and problems that a case is checked with
 CHOICES = ((4, 1), (4, 2), (8, 1), (8, 2))  # warps, stages
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BANDWIDTH = 4.3e12  # bytes/s: about what copying reaches on an H200
@@ -77,9 +78,9 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 def check_case(case: MemoryCase, dtype: torch.dtype, seeds: int) -> dict[str, Any]:
-    """How the kernels' errors of a case compare with plain torch's: of the first problem, which must be within twice,
-    and root mean squares over `seeds` problems, which must be too. One problem may be kinder to one of the two."""
-    right, ratio, worst = check(MemoryProblem(case, DEVICE), dtype)
+    """How the kernels' errors of a case compare with plain torch's: of the first problem, and root mean squares over
+    `seeds` problems, which must be within twice. One problem may be kinder to one of the two."""
+    _, ratio, worst = check(MemoryProblem(case, DEVICE), dtype)
     squares: dict[str, list[list[float]]] = {"triton": [], "chunked": []}
     for seed in range(seeds):
         problem = MemoryProblem(case, DEVICE, seed)
@@ -93,7 +94,7 @@ def check_case(case: MemoryCase, dtype: torch.dtype, seeds: int) -> dict[str, An
     return {
         "case": str(case),
         "dtype": name_of(dtype),
-        "right": right and finite and over_seeds <= 2,
+        "right": finite and over_seeds <= 2,
         "ratio": ratio,
         "worst": worst,
         "seeds": seeds,
@@ -111,15 +112,16 @@ def check_cases(
     cases: list[MemoryCase], jobs: int, seeds: int, done: Collection[tuple[str, str, int]]
 ) -> Iterator[dict[str, Any]]:
     """All cases in float32 and in 16 bits that are not done (case, dtype, seeds), each compiled in a process of its
-    own, as they come in."""
+    own, as they come in; small ones with more problems than `seeds`."""
     both = [(case, dtype) for case in cases for dtype in (torch.float32, low_dtype())]
-    calls = [(case, dtype, seeds) for case, dtype in both if (str(case), name_of(dtype), seeds) not in done]
+    all_calls = [(case, dtype, max(seeds, TOKENS // (case.batch * case.tokens * case.heads))) for case, dtype in both]
+    calls = [call for call in all_calls if (str(call[0]), name_of(call[1]), call[2]) not in done]
     with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
         for i, work in enumerate(as_completed([pool.submit(check_case, *call) for call in calls]), 1):
             one = work.result()
             verdict = "ok " if one["right"] else "BAD"
             shown = f"{one['case']}, {one['dtype']}: worst {one['worst']:.1e}, {one['ratio']:.2f}× plain torch, "
-            shown += f"{one['ratio_over_seeds']:.2f}× over {seeds} seeds"
+            shown += f"{one['ratio_over_seeds']:.2f}× over {one['seeds']} problems"
             print(f"{i:3}/{len(calls)} {verdict} {shown}", flush=True)
             yield one
 

@@ -15,7 +15,7 @@ import shlex
 import statistics
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -35,6 +35,7 @@ STORED = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "results.md"
 IMAGES = PAGE.parent / "images"
 LONGEST = 60  # characters of a setting in a table
+MOST_LINES = 14  # of a picture in which they can be told apart
 SEEN = "### Seen"
 LAST = "What did not reproduce"
 
@@ -80,6 +81,10 @@ class Experiment(ABC):
         """Whether there is enough for a picture."""
         return True
 
+    def pictures(self) -> dict[Path, Callable[[], Any]]:
+        """Where they lie, and what draws them."""
+        return {self.picture: self.figure} if self.pictured else {}
+
     @abstractmethod
     def scores(self) -> list[str]:
         """The table, and what its numbers are."""
@@ -102,7 +107,11 @@ class Experiment(ABC):
                     values.setdefault(name, set()).add(json.dumps(value))
             settings = ", ".join(f"`{name}={shown(sorted(found))}`" for name, found in values.items())
             tokens = "" if runs[0].tokens is None else f"{runs[0].tokens / 1e6:.1f} M"
-            sizes = f"{span([run.parameters for run in runs])} | {span([run.steps for run in runs])} | {tokens}"
+            skipped = [int(run.metrics.get("skipped", 0)) for run in runs]
+            left_out = f" ({span(skipped)} skipped)" if any(skipped) else ""
+            sizes = (
+                f"{span([run.parameters for run in runs])} | {span([run.steps for run in runs])}{left_out} | {tokens}"
+            )
             lines.append(
                 f"| {model} | {sizes} | "
                 f"{seeds_of(runs).replace(',', ', ')} | {statistics.mean(run.minutes for run in runs):.1f} | "
@@ -117,7 +126,7 @@ class Experiment(ABC):
             f"## {self.name}", "",
             *([before.strip(), ""] if before.strip() else []),
             *self.scores(), "",
-            *([f"![{self.caption}: {self.name}](images/{self.picture.name})", ""] if self.pictured else []),
+            *(line for file in self.pictures() for line in (f"![{self.caption}: {self.name}](images/{file.name})", "")),
             *([after.strip(), ""] if after.strip() else []),
             *self.costs(), "",
             "```", *self.commands(), "```", "",
@@ -281,6 +290,14 @@ class Text(Experiment):
     def figure(self) -> Any:
         return self.made.figure(self.every)
 
+    def pictures(self) -> dict[Path, Callable[[], Any]]:
+        """Where there are too many models for one, those with other settings have their own."""
+        if len(self.models) <= MOST_LINES:
+            return super().pictures()
+        plain, others = ([run for run in self.every if bool(run.label) == labelled] for labelled in (False, True))
+        others_in = self.picture.with_stem(f"{self.picture.stem}-others")
+        return {self.picture: lambda: self.made.figure(plain), others_in: lambda: self.made.figure(others)}
+
 
 def experiments(folder: Path = STORED) -> list[Experiment]:
     """The experiments of which runs are stored."""
@@ -314,10 +331,10 @@ def page(found: Sequence[Experiment], commentary: str) -> str:
 def main() -> None:
     found = experiments()
     PAGE.write_text(page(found, (STORED / "commentary.md").read_text()))
-    drawn = [each for each in found if each.pictured]
-    for each in drawn:
-        each.figure().savefig(each.picture)
-    for old in set(IMAGES.glob("results-*.png")) - {each.picture for each in drawn}:
+    drawn = {file: figure for each in found for file, figure in each.pictures().items()}
+    for file, figure in drawn.items():
+        figure().savefig(file)
+    for old in set(IMAGES.glob("results-*.png")) - drawn.keys():
         old.unlink()
     print(f"{PAGE}: {len(found)} experiments, {sum(len(each.runs) for each in found)} runs")
 

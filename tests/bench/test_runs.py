@@ -209,7 +209,7 @@ def test_the_results_page_is_what_the_stored_runs_make():
     assert results.page(found, (results.STORED / "commentary.md").read_text()) == results.PAGE.read_text(), (
         "run make results"
     )
-    assert {each.picture for each in found if each.pictured} == set(results.IMAGES.glob("results-*.png"))
+    assert {file for each in found for file in each.pictures()} == set(results.IMAGES.glob("results-*.png"))
 
 
 def test_a_speed_that_was_measured_stays_when_the_next_shape_fails(tmp_path, monkeypatch):

@@ -152,6 +152,24 @@ def test_a_loss_that_is_not_finite_skips_the_step(corpus, tmp_path, monkeypatch)
     assert all(torch.isfinite(w).all() for w in weights_of(tmp_path).values())
 
 
+def test_a_step_whose_gradient_is_not_finite_is_left_out_and_named(corpus, tmp_path, monkeypatch, capsys):
+    def spoil(run, batch, count):
+        handle = run.spread.module.embedding.weight.register_hook(
+            lambda grad: grad * math.nan if run.step == 1 else grad
+        )
+        found = real(run, batch, count)
+        handle.remove()
+        return found
+
+    real = loop.Run.advance
+    monkeypatch.setattr(loop.Run, "advance", spoil)
+    train(small_config(corpus, steps=3), tmp_path)
+    skipped = [line for line in read_metrics(tmp_path / "metrics.jsonl") if "skipped" in line]
+    assert [(line["step"], line["skipped"]) for line in skipped] == [(2, ["embedding.weight"])]
+    assert "the gradients of embedding.weight" in capsys.readouterr().err
+    assert all(torch.isfinite(w).all() for w in weights_of(tmp_path).values())
+
+
 def test_training_stops_after_several_bad_steps_with_the_batch_saved(corpus, tmp_path, monkeypatch):
     from safetensors.torch import load_file
 

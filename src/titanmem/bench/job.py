@@ -127,6 +127,8 @@ class TrainingJob(Job):
         if measured is None:
             return None
         lines = read_metrics(self.folder / FILE)
+        if left_out := sum("skipped" in line for line in lines):
+            measured["metrics"] = {**measured.get("metrics", {}), "skipped": left_out}
         record = RunRecord(
             experiment=self.experiment,
             model=self.model,

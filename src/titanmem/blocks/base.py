@@ -24,6 +24,7 @@ from titanmem.state import MemoryState, State, WindowState
 
 AnyState = TypeVar("AnyState", bound=State)
 GATES = ("open", "normed", "sum", "product")
+OWN_GATE = {"mac": "normed", "mag": "sum"}
 
 
 @dataclass(frozen=True)
@@ -42,12 +43,12 @@ class BlockConfig(Config):
     num_persistent: int = 128
     persistent_memory: bool = True  # the memory reads the persistent tokens before the first token
     inner_residual: bool = True  # MAC and MAL: the second of memory and attention reads x + what the first says
-    gate: str = "open"  # MAC and MAG: what ⊗ is, see Combine
+    gate: str | None = None  # MAC and MAG: what ⊗ is, see Combine; None: the block's own
     rope_base: float = 10_000.0
 
     def __post_init__(self) -> None:
         require(self.segment_len >= 1, f"segment_len must be at least 1, got {self.segment_len}")
-        require(self.gate in GATES, f"gate is one of {', '.join(GATES)}, got {self.gate!r}")
+        require(self.gate in (None, *GATES), f"gate is one of {', '.join(GATES)}, got {self.gate!r}")
         require(self.num_persistent >= 0, f"num_persistent must not be negative, got {self.num_persistent}")
 
 
@@ -95,9 +96,9 @@ class Combine(nn.Module):
         return y if self.out is None else self.out(y)
 
 
-def gated_memory(config: BlockConfig) -> MemoryConfig:
+def gated_memory(memory: MemoryConfig, gate: str) -> MemoryConfig:
     """The memory of MAC and MAG, which has its own output gate only where ⊗ is a sum."""
-    return replace(config.memory, output_gate=config.memory.output_gate and config.gate == "sum")
+    return replace(memory, output_gate=memory.output_gate and gate == "sum")
 
 
 class Block(nn.Module):

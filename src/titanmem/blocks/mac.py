@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, pad
 
-from titanmem.blocks.base import Block, BlockConfig, Combine, Context, MemoryPart, gated_memory
+from titanmem.blocks.base import OWN_GATE, Block, BlockConfig, Combine, Context, MemoryPart, gated_memory
 from titanmem.config import require
 from titanmem.graphs import unseen
 from titanmem.layers.contain import contain
@@ -128,10 +128,11 @@ class MACBlock(Block):
             f"MAC's memory tokens must be {config.dim} wide, got {c.num_heads} heads × {c.width} = {c.inner}",
         )
         self.window = WindowAttention(config.dim, config.num_heads, None, config.rope_base)
-        self.memory = MemoryPart(gated_memory(config))
+        gate = config.gate or OWN_GATE["mac"]
+        self.memory = MemoryPart(gated_memory(c, gate))
         self.read_norm = RMSNorm(config.dim)
         self.write_norm = RMSNorm(config.dim)
-        self.combine = Combine(config.dim, config.gate)
+        self.combine = Combine(config.dim, gate)
         self.read: nn.Linear | None = None
         self.read_conv: nn.Parameter | None = None
         self.queries: nn.Parameter | None = None

@@ -11,7 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from titanmem.blocks.base import BlockConfig, Combine, Context, HybridState, MemoryPart, WindowedBlock, gated_memory
+from titanmem.blocks.base import (
+    OWN_GATE,
+    BlockConfig,
+    Combine,
+    Context,
+    HybridState,
+    MemoryPart,
+    WindowedBlock,
+    gated_memory,
+)
 from titanmem.graphs import beside
 from titanmem.layers.neural_memory import Probe
 from titanmem.layers.window_attention import WindowAttention
@@ -26,8 +35,9 @@ class MAGBlock(WindowedBlock):
     def __init__(self, config: BlockConfig) -> None:
         super().__init__(config)
         self.window = WindowAttention(config.dim, config.num_heads, config.window_len, config.rope_base)
-        self.memory = MemoryPart(gated_memory(config))
-        self.combine = Combine(config.dim, config.gate)
+        gate = config.gate or OWN_GATE["mag"]
+        self.memory = MemoryPart(gated_memory(config.memory, gate))
+        self.combine = Combine(config.dim, gate)
 
     def compile(self, *arguments: Any, **options: Any) -> None:
         """Window and memory each by itself: a CUDA graph runs one beside the other."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from titanmem.blocks.base import OWN_GATE
 from titanmem.blocks.fla import FLA_LAYERS, layer_parameters
 from titanmem.layers.neural_memory import MemoryConfig
 from titanmem.models.language import TitansConfig
@@ -29,8 +30,6 @@ def block_parameters(config: TitansConfig, name: str) -> int:
     assert config.mlp_width is not None
     total = 2 * d + 3 * d * config.mlp_width
     attention, persistent = 4 * d * d, config.num_persistent * d
-    gated = memory.output_gate and config.gate == "sum"
-    combine = (3 if config.gate != "product" else 2) * d + (d * d if config.gate in ("open", "product") else 0)
     if name in FLA_LAYERS:
         return total + layer_parameters(name, d, config.num_heads)
     if name in PLAIN:
@@ -38,11 +37,14 @@ def block_parameters(config: TitansConfig, name: str) -> int:
         return total + attention + (3 * d * config.attention_conv if convolved else 0)
     if name == "lmm":
         return total + memory_parameters(memory, memory.output_gate) + (persistent if config.persistent_memory else 0)
-    if name == "mag":
-        return total + attention + combine + persistent + memory_parameters(memory, gated)
     if name == "mal":
         return total + attention + d + persistent + memory_parameters(memory, memory.output_gate)
-    total += attention + combine + 2 * d + persistent + memory_parameters(memory, gated)
+    gate = config.gate or OWN_GATE[name]
+    total += (3 if gate != "product" else 2) * d + (d * d if gate in ("open", "product") else 0)
+    total += attention + persistent + memory_parameters(memory, memory.output_gate and gate == "sum")
+    if name == "mag":
+        return total
+    total += 2 * d
     if config.memory_tokens is not None:
         return total + config.memory_tokens * memory.inner
     return total + d * d + (memory.conv_width * d if memory.conv_width > 1 else 0)

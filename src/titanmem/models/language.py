@@ -53,7 +53,7 @@ class TitansConfig(ModelConfig):
     num_persistent: int = 128
     persistent_memory: bool = True
     inner_residual: bool = True  # MAC and MAL
-    gate: str = "open"  # MAC and MAG: open, normed, sum or product
+    gate: str | None = None  # MAC and MAG: open, normed, sum or product; None: normed for MAC, sum for MAG
     rope_base: float = 10_000.0
     tie_embeddings: bool = True
     summary_id: int | None = None  # a token whose representation alone answers what follows: MAD's compression

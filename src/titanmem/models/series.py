@@ -54,7 +54,7 @@ class SeriesConfig(ModelConfig):
     window_len: int | None = None  # patches that MAG and MAL see; default: those of a look-back window
     segment_len: int | None = None  # patches of MAC's segments; default: half a look-back window
     num_persistent: int = 0
-    gate: str = "open"  # MAC and MAG: open, normed, sum or product
+    gate: str = "open"  # MAC and MAG: open, normed, sum or product; forecasts were compared with this one alone
     skip: bool = True  # a linear map of the window is added to the forecast
     kind: str = "series"
 

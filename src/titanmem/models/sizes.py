@@ -39,9 +39,6 @@ SIZES = {
 # On text gates learn to forget much. A memory of two matrices that does so to zero loses its learned start and makes
 # errors and gradients grow without end; one that forgets to its start does not (docs/numerics.md).
 TEXT_MEMORY = PRESETS["titans-text"]
-# Text is read better where ⊗ has no projection of its own, and by MAG where its memory has a gate; MAC would recall
-# less with it (docs/log.md).
-_GATES = {"mac": "normed", "mag": "sum"}
 _SMALLER: dict[str, dict[str, Any]] = {  # sizes that are ours
     "tiny": {
         "window_len": 64, "segment_len": 64, "num_persistent": 16,
@@ -69,8 +66,6 @@ def named_config(name: str) -> TitansConfig:
     settings = dict(_SMALLER.get(size_name, {"memory": TEXT_MEMORY}))
     if chunk is not None:
         settings["memory"] = {**settings["memory"], "chunk_len": int(chunk)}
-    if block in _GATES:
-        settings["gate"] = _GATES[block]
     config = TitansConfig(size.vocab_size, size.dim, size.num_layers, size.num_heads, block, mlp_width=64, **settings)
     return fit_mlp(config, size.target)
 

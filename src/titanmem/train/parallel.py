@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import warnings
 from collections.abc import Callable, Iterator
@@ -175,9 +176,22 @@ class Spread:
         return loss.detach(), None if state is None else after
 
     def clip(self, limit: float) -> float:
-        """Scale the gradients to a norm of at most `limit`; returns the norm before."""
-        norm: Any = nn.utils.clip_grad_norm_(self.module.parameters(), limit)
-        return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+        """Scale the gradients to a norm of at most `limit`; returns the norm before. If it is not finite, they stay."""
+        parameters = [p for p in self.module.parameters() if p.grad is not None]
+        norm: Any = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        found = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+        if math.isfinite(found):
+            nn.utils.clip_grads_with_norm_(parameters, limit, norm)
+        return found
+
+    def spoilt(self) -> list[str]:
+        """The parameters whose gradient on this rank is not finite."""
+        found = []
+        for name, parameter in self.module.named_parameters():
+            grad: Any = parameter.grad
+            if grad is not None and not (grad.to_local() if hasattr(grad, "to_local") else grad).isfinite().all():
+                found.append(name)
+        return found
 
 
 def peak_flops(device: torch.device) -> float:
