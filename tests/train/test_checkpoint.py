@@ -45,6 +45,13 @@ def test_a_run_killed_at_random_moments_ends_like_one_that_was_not(corpus, tmp_p
     assert survived >= min(kills, 3)
 
 
+def test_a_run_that_is_found_at_its_end_says_what_it_said_then(corpus, tmp_path):
+    config = small_config(corpus, "lmm", steps=2, eval_every=2)
+    first, again = train(config, tmp_path), train(config, tmp_path)
+    assert again["complete"]
+    assert again["held_out"] == pytest.approx(first["held_out"])
+
+
 def test_a_run_that_breaks_off_finishes_the_checkpoint_it_is_writing(corpus, tmp_path, monkeypatch):
     def slow(path: Path) -> dict:
         time.sleep(0.1)

@@ -108,6 +108,8 @@ class Run:
         self.step = self.saved = step_of(path)
         self.bad, self.waited = progress["bad"], progress.get("waited", 0)
         self.best = math.inf if progress.get("best") is None else progress["best"]
+        if progress.get("held_out") is not None:
+            self.result, self.evaluated = {"held_out": progress["held_out"]}, self.step
         if files:
             every = ModelState.stack([ModelState.load(file) for file in files])
             count = every.batch // self.ranks.world
