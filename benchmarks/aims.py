@@ -8,7 +8,7 @@ needs nothing installed but torch, triton and what draws pictures; flash-linear-
 compared where they can be imported. What was stopped goes on: a command that has ended is not run again, and steps
 that were timed are kept.
 
-What is stored in benchmarks/results is of several days, and the operation is faster since; docs/performance.md has it.
+What is stored in benchmarks/results is of several days; docs/performance.md has which.
 """
 
 from __future__ import annotations
