@@ -202,10 +202,8 @@ def small_model(case: str, layers: int = 2, dtype: torch.dtype = torch.float64, 
     }  # fmt: skip
     if case in ("mac-fixed", "hybrid"):
         settings["memory"] |= {"forget_to": "start"}
-    if case in ("mac-fixed", "mag"):
-        settings |= {"gate": "normed" if case == "mac-fixed" else "sum"}
     if case == "mac-fixed":
-        settings |= {"block": "mac", "memory_tokens": 5}
+        settings |= {"block": "mac", "memory_tokens": 5, "gate": "open"}
     elif case == "summary":
         settings |= {"block": "mal", "summary_id": 39}
     elif case == "rmt":

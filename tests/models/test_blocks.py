@@ -9,6 +9,7 @@ from torch import Tensor
 from support import assert_close, small_model
 from titanmem.blocks.base import Block, Context
 from titanmem.layers.rotary import Rotary
+from titanmem.models.language import TitansConfig, TitansLM
 
 SEGMENT = 6
 residual = pytest.mark.parametrize("inner_residual", [True, False])
@@ -83,6 +84,16 @@ def test_mag_is_both_sides_and_their_product_or_the_product_alone(gate):
     }
     assert_close([y], [expected[gate]()])
     assert (block.memory.layer.gate is None) == (gate != "sum")  # of two gates in a row one is enough
+
+
+@pytest.mark.parametrize("block", ["mac", "mag", "mal", "lmm"])
+def test_the_stream_of_a_fresh_model_does_not_grow_with_its_depth(block):
+    def size(layers):
+        torch.manual_seed(0)
+        model = TitansLM(TitansConfig(40, 32, layers, 2, block, segment_len=16, window_len=16, num_persistent=2))
+        return model.hidden(torch.arange(32).unsqueeze(0))[0].square().mean().sqrt().item()
+
+    assert size(24) < 1.3 * size(4)
 
 
 def test_an_unknown_gate_is_an_error_that_names_those_there_are():

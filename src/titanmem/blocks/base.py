@@ -88,6 +88,13 @@ class Combine(nn.Module):
         self.product = None if gate == "product" else nn.Parameter(torch.zeros(dim))
         self.out = nn.Linear(dim, dim, bias=False) if gate in ("open", "product") else None
 
+    def reset_parameters(self, num_layers: int) -> None:
+        """Where the norms end in the residual stream, they shrink with its depth as projections do, from four layers
+        on: more than that would cost recall (docs/log.md)."""
+        if self.out is None and self.normed:
+            for norm in (self.norm_a, self.norm_b):
+                nn.init.constant_(norm.scale, min(1.0, 2 * num_layers**-0.5))
+
     def forward(self, a: Tensor, b: Tensor) -> Tensor:
         unit_a, unit_b = self.norm_a(a), self.norm_b(b)
         y = unit_a * silu(unit_b)
@@ -240,3 +247,6 @@ def reset_projections(module: nn.Module, num_layers: int) -> None:
             nn.init.normal_(weight, std=weight.shape[1] ** -0.5)
         elif name.endswith(("out.weight", "mlp.down.weight")):
             nn.init.normal_(weight, std=weight.shape[1] ** -0.5 * shrink)
+    for part in module.modules():
+        if isinstance(part, Combine):
+            part.reset_parameters(num_layers)
