@@ -2,6 +2,7 @@
 
     python benchmarks/repeats.py lmm mag attention
     python benchmarks/repeats.py lmm mac --repeats 200 --beside 2 --out out/beside.json  # and disturbed?
+    python benchmarks/repeats.py lmm --repeats 200 --beside 2 --out out/zero.json model.memory.forget_to=zero
 
 Every model of `titanmem reproduce language` computes the gradient of one batch four times after the first, launched and
 as a CUDA graph, as it is and with `parallel.repeatable`. Prints and keeps the parameters whose gradients differ, or are
@@ -32,7 +33,7 @@ from titanmem.bench.script import run_script
 from titanmem.bench.timing import machine
 from titanmem.graphs import Again, Graph
 from titanmem.recipes.language import language_run
-from titanmem.train.config import ParallelConfig
+from titanmem.train.config import ParallelConfig, parse_settings
 from titanmem.train.graphs import StepGraphs
 from titanmem.train.parallel import Ranks, Spread, repeatable
 
@@ -67,11 +68,13 @@ def disturbed(count: int) -> Iterator[None]:
             process.terminate()
 
 
-def differing(name: str, scale: str, graphs: bool, repeats: int, beside: int) -> dict[str, Any]:
+def differing(
+    name: str, scale: str, settings: dict[str, Any], graphs: bool, repeats: int, beside: int
+) -> dict[str, Any]:
     """In how many repeats of one step the gradients of which parameters differ from the first repeat's or are not
     finite, and the largest difference beside the largest gradient."""
     torch.manual_seed(0)
-    config, where = language_run(name, scale), device()
+    config, where = language_run(name, scale).change(settings), device()
     spread = Spread(TitansLM(config.model).to(where), ParallelConfig(), Ranks(0, 1, where, None))
     rows = config.batch_tokens // config.data.length
     ids = torch.randint(0, config.model.vocab_size, (rows, config.data.length), device=where)
@@ -111,22 +114,24 @@ def differing(name: str, scale: str, graphs: bool, repeats: int, beside: int) ->
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("models", nargs="+", help="of `titanmem reproduce language`")
+    parser.add_argument("words", nargs="+", metavar="MODEL", help="of `titanmem reproduce language`, and key=value")
     parser.add_argument("--scale", default="small", help="tiny for a CPU")
     parser.add_argument("--repeats", type=int, default=4, help="of the step (default: 4)")
     parser.add_argument("--beside", type=int, default=0, metavar="N", help="processes that disturb it (default: none)")
     parser.add_argument("--out", type=Path, default=RESULTS / "repeated_steps.json")
-    given = parser.parse_args()
+    given = parser.parse_intermixed_args()
     if given.beside and not torch.cuda.is_available():
         parser.error("--beside disturbs the steps on a GPU, and there is none here")
+    models = [word for word in given.words if "=" not in word]
+    settings = parse_settings([word for word in given.words if "=" in word])
     records = []
     with disturbed(given.beside):
-        for name in given.models:
+        for name in models:
             for on in (False, True):
                 for graphs in (False, True) if torch.cuda.is_available() else (False,):
                     with repeatable(on):
-                        found = differing(name, given.scale, graphs, given.repeats, given.beside)
-                    records.append({"model": name, "repeatable": on, "graph": graphs, **found})
+                        found = differing(name, given.scale, settings, graphs, given.repeats, given.beside)
+                    records.append({"model": name, "settings": settings, "repeatable": on, "graph": graphs, **found})
                     print(json.dumps(records[-1]), flush=True)
     given.out.write_text(json.dumps({"machine": machine(), "records": records}, indent=1) + "\n")
     return 0
