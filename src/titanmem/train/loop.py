@@ -195,14 +195,8 @@ class Run:
         """Leave a step out whose loss or gradient is not finite; give up after several in a row."""
         self.bad += 1
         self.lanes = []
-        names = self.spread.spoilt()
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        self.metrics.say(
-            f"step {self.step + 1}: loss {mean}, gradient norm {norm}: not finite, step skipped "
-            f"({self.bad} of {self.config.bad_steps} in a row before stopping)"
-            + (f"; the gradients of {', '.join(names[:3])}{more}" if names else "")
-        )
-        self.metrics.record(self.step + 1, {"skipped": names})
+        count = f"{self.bad} of {self.config.bad_steps} in a row before stopping"
+        self.metrics.skipped(self.step + 1, mean, norm, self.spread.spoilt(), count)
         if self.bad < self.config.bad_steps:
             return
         from safetensors.torch import save_file

@@ -9,7 +9,7 @@ import importlib.util
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +63,13 @@ class Metrics:
             self.shown = shown
             self.bar.set_postfix(shown, refresh=False)
             self.bar.update()
+
+    def skipped(self, step: int, loss: float, norm: float, gradients: Sequence[str], count: str) -> None:
+        """A step was left out, where something was not finite: the loss, or the gradients of these parameters."""
+        more = f" and {len(gradients) - 3} more" if len(gradients) > 3 else ""
+        named = f"; the gradients of {', '.join(gradients[:3])}{more}" if gradients else ""
+        self.say(f"step {step}: loss {loss}, gradient norm {norm}: not finite, step skipped ({count}){named}")
+        self.record(step, {"skipped": list(gradients)})
 
     def say(self, text: str) -> None:
         """A line above the progress bar."""
