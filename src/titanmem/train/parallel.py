@@ -177,11 +177,10 @@ class Spread:
 
     def clip(self, limit: float) -> float:
         """Scale the gradients to a norm of at most `limit`; returns the norm before. If it is not finite, they stay."""
-        parameters = [p for p in self.module.parameters() if p.grad is not None]
-        norm: Any = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        norm: Any = nn.utils.get_total_norm([p.grad for p in self.module.parameters() if p.grad is not None])
         found = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
         if math.isfinite(found):
-            nn.utils.clip_grads_with_norm_(parameters, limit, norm)
+            nn.utils.clip_grads_with_norm_(self.module.parameters(), limit, norm)
         return found
 
     def spoilt(self) -> list[str]:
